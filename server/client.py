@@ -1,0 +1,280 @@
+"""The engine's end of the data plane, for both halves of the connector.
+
+No call raises into vLLM, and none waits past its deadline: a failure is `None`, counted by reason,
+and drops the connection. A thread of its own connects again, with growing pauses that shrink only
+after a call went well, so that a server which accepts but never answers is left alone (a breaker).
+All calls come from one thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from . import protocol as wire
+from .errors import ProtocolError
+
+READ_BYTES = 1 << 18
+CONTROL_BYTES = socket.CMSG_SPACE(4 * 8)
+"""Room for the descriptors that may come with one read."""
+
+Asked = wire.Lookup | wire.Step | wire.MapSlab | wire.Reset
+R = TypeVar("R", wire.Found, wire.Granted, wire.Mapped, wire.Done)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Where the server is and how long to wait. All times in seconds."""
+
+    socket: Path
+    deadline: float = 0.25
+    """For one call, from its first byte sent to its last byte read."""
+    hello_deadline: float = 5.0
+    """For the first exchange, in the connecting thread."""
+    pause_first: float = 0.1
+    pause_most: float = 5.0
+
+
+class Client:
+    """A connection to the server that comes and goes. Start it, then call."""
+
+    def __init__(self, options: ClientOptions, hello: wire.Hello, log: logging.Logger) -> None:
+        self.failures: collections.Counter[str] = collections.Counter()
+        """Calls that failed, by reason: absent, deadline, disconnect, protocol, refused."""
+        self._options = options
+        self._hello = hello
+        self._log = log
+        self._seq = itertools.count(1)
+        self._link: Link | None = None
+        self._ready: Link | None = None
+        """Connected by the thread, and not taken up yet: see `meet`."""
+        self._pause = options.pause_first
+        self._wanted = threading.Event()
+        self._closed = threading.Event()
+        self._said = ""
+        self._thread = threading.Thread(target=self._keep_connected, name="kvtier", daemon=True)
+
+    def start(self) -> None:
+        """Connect now if the server is there, and keep connected from then on."""
+        self._try_connect()
+        self.meet()
+        self._wanted.set()
+        self._thread.start()
+
+    def meet(self) -> wire.Welcome | None:
+        """Take up a new connection if there is one; return what the server said to its hello.
+
+        Sessions change here and nowhere else, so that a caller always knows which one its slots
+        belong to. None means that there is no server now.
+        """
+        if self._link is None and self._ready is not None:
+            self._link, self._ready = self._ready, None
+        return None if self._link is None else self._link.welcome
+
+    def close(self) -> None:
+        """Say goodbye and end the thread."""
+        self.send(wire.Bye())
+        self._closed.set()
+        self._wanted.set()
+        if self._thread.is_alive():
+            self._thread.join(self._options.hello_deadline + 1.0)
+        for link in (self._link, self._ready):
+            if link is not None:
+                link.close()
+        self._link = self._ready = None
+
+    def lookup(self, request: str, keys: bytes, start: int) -> wire.Found | None:
+        """Ask for a prefix; see `protocol.Lookup`."""
+        return self._call(wire.Lookup(next(self._seq), request, keys, start), wire.Found)
+
+    def step(self, step: wire.Step) -> wire.Granted | None:
+        """Send a step and wait for the slots that it needs."""
+        step.seq = next(self._seq)
+        return self._call(step, wire.Granted)
+
+    def map_slab(self, slab: int) -> tuple[int, int] | None:
+        """Return a slab's descriptor, now the caller's, and its bytes; None if it is gone."""
+        mapped = self._call(wire.MapSlab(next(self._seq), slab), wire.Mapped)
+        if mapped is None or not mapped.slab_bytes or (link := self._link) is None:
+            return None
+        return link.descriptors.popleft(), mapped.slab_bytes
+
+    def reset(self) -> wire.Done | None:
+        """Drop the namespace's blocks."""
+        return self._call(wire.Reset(next(self._seq)), wire.Done)
+
+    def send(self, frame: wire.Frame) -> bool:
+        """Send a frame that wants no reply now. Returns whether it was handed to the kernel."""
+        if (link := self._link) is None:
+            return False
+        try:
+            link.send(frame, time.monotonic() + self._options.deadline)
+        except (OSError, ProtocolError) as error:
+            self._fail(link, error)
+            return False
+        return True
+
+    def send_step(self, step: wire.Step) -> bool:
+        """Send a step whose slots, if it asks for stock, are picked up by `grants` later."""
+        if step.stock:
+            step.seq = next(self._seq)
+        return self.send(step)
+
+    def grants(self) -> list[int]:
+        """Return slots that arrived for earlier steps, without waiting."""
+        if (link := self._link) is None:
+            return []
+        try:
+            link.drain()
+        except (OSError, ProtocolError) as error:
+            self._fail(link, error)
+            return []
+        granted, link.granted = link.granted, []
+        return granted
+
+    def _call(self, frame: Asked, reply: type[R]) -> R | None:
+        if (link := self._link) is None:
+            self.failures["absent"] += 1
+            return None
+        until = time.monotonic() + self._options.deadline
+        try:
+            link.send(frame, until)
+            answer = link.receive(frame.seq, until)
+        except (OSError, ProtocolError) as error:
+            self._fail(link, error)
+            return None
+        if not isinstance(answer, reply):
+            self._fail(link, ProtocolError("protocol", f"{answer!r} answers {frame!r}"))
+            return None
+        self._pause = self._options.pause_first
+        return answer
+
+    def _fail(self, link: Link, error: Exception) -> None:
+        reason = "disconnect"
+        if isinstance(error, TimeoutError):
+            reason = "deadline"
+        elif isinstance(error, ProtocolError):
+            reason = "protocol"
+        self.failures[reason] += 1
+        if self._link is link:
+            self._link = None
+        link.close()
+        self._say(f"lost the kvtier server ({reason}: {error}): all prefixes miss until it is back")
+        self._wanted.set()
+
+    def _keep_connected(self) -> None:
+        while not self._closed.is_set():
+            self._wanted.wait()
+            self._wanted.clear()
+            while self._alone and not self._closed.wait(self._pause):
+                self._pause = min(self._pause * 2, self._options.pause_most)
+                self._try_connect()
+
+    @property
+    def _alone(self) -> bool:
+        return self._link is None and self._ready is None
+
+    def _try_connect(self) -> None:
+        try:
+            link = Link(self._options.socket, self._hello, self._options.hello_deadline)
+        except ProtocolError as error:
+            self.failures["refused"] += 1
+            self._say(f"the kvtier server refused this engine: {error}")
+        except OSError as error:
+            self._say(f"no kvtier server at {self._options.socket} ({error.strerror or error})")
+        else:
+            self._said = ""
+            self._log.info("connected to the kvtier server at %s", self._options.socket)
+            self._ready = link
+
+    def _say(self, text: str) -> None:
+        """Log a sentence once, until another one takes its place."""
+        if text != self._said:
+            self._said = text
+            self._log.warning("%s", text)
+
+
+class Link:
+    """One open connection after its hello. Raises OSError, TimeoutError or ProtocolError."""
+
+    def __init__(self, path: Path, hello: wire.Hello, deadline: float) -> None:
+        self.granted: list[int] = []
+        self.descriptors: collections.deque[int] = collections.deque()
+        self._reader = wire.FrameReader()
+        self._replies: collections.deque[wire.Reply] = collections.deque()
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        until = time.monotonic() + deadline
+        try:
+            self._sock.settimeout(deadline)
+            self._sock.connect(os.fspath(path))
+            self.send(hello, until)
+            while not self._replies:
+                self._read(until)
+            answer = self._replies.popleft()
+            if not isinstance(answer, wire.Welcome):
+                raise ProtocolError("refused", getattr(answer, "message", repr(answer)))
+        except BaseException:
+            self.close()
+            raise
+        self.welcome = answer
+
+    def send(self, frame: wire.Frame, until: float) -> None:
+        """Hand a frame to the kernel before `until`."""
+        self._sock.settimeout(_left(until))
+        self._sock.sendall(wire.encode(frame))
+
+    def receive(self, seq: int, until: float) -> wire.Reply:
+        """Return the reply to `seq`; slots granted to earlier steps are kept."""
+        while True:
+            while self._replies:
+                reply = self._replies.popleft()
+                if getattr(reply, "seq", seq) == seq:
+                    return reply
+                self._keep(reply)
+            self._read(until)
+
+    def drain(self) -> None:
+        """Take in what has arrived, without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._read(None)
+        while self._replies:
+            self._keep(self._replies.popleft())
+
+    def close(self) -> None:
+        """Close the socket and descriptors that nobody took."""
+        self._sock.close()
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
+
+    def _keep(self, reply: wire.Reply) -> None:
+        if not isinstance(reply, wire.Granted):
+            raise ProtocolError("protocol", f"nobody waits for {reply!r}")
+        self.granted += reply.slots
+
+    def _read(self, until: float | None) -> None:
+        self._sock.settimeout(0.0 if until is None else _left(until))
+        data, control, _, _ = self._sock.recvmsg(READ_BYTES, CONTROL_BYTES)
+        for level, kind, payload in control:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self.descriptors += struct.unpack(f"{len(payload) // 4}i", payload)
+        if not data:
+            raise ConnectionResetError("the server closed the connection")
+        self._replies += map(wire.decode_reply, self._reader.feed(data))
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0.0:
+        raise TimeoutError("the deadline is over")
+    return left

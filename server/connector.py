@@ -1,0 +1,120 @@
+"""The vLLM connector: a façade, one line a hook, over the two halves in `engine/`.
+
+Found by name through the `vllm.general_plugins` entry point, or by the module path
+`kvtier.connector`. Needs `kv_load_failure_policy` "recompute": a block that cannot be loaded is
+then computed, and no request fails because of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from .engine.halves import Scheduler, Worker
+from .engine.plan import StepPlan, WorkerReport
+
+NAME = "KVTierConnector"
+log = init_logger("vllm.kvtier")
+
+
+def register() -> None:
+    """Make the connector known to vLLM by name. Called in every process, any number of times."""
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, __name__, NAME)
+
+
+class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
+    """Loads and stores prefix blocks through the kvtier server on this host."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        half = Scheduler if role is KVConnectorRole.SCHEDULER else Worker
+        self._half: Any = half(vllm_config, kv_cache_config, log)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is only a later miss."""
+        return False
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._half.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._half.layout
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._half.side.load(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are done when `start_load_kv` returns."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
+        """Blocks are stored whole, in `wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        self._half.side.store(self._plan)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._half.side.take_finished(), None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._half.side.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._half.side.take_report()
+
+    # Scheduler side.
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._half.meet_workers(metadata)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._half.side.matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._half.side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._half.side.plan_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(report := connector_output.kv_connector_worker_meta, WorkerReport):
+            self._half.side.reported(report)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._half.side.finished(request, block_ids[0] if block_ids else ()), None
+
+    def reset_cache(self) -> bool | None:
+        return self._half.side.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        self._half.close()
+
+    @property
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan), "vLLM hands over what the scheduler side built"
+        return plan

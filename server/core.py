@@ -1,0 +1,210 @@
+"""The words of the cache as types: namespaces, block keys, outcomes, readings.
+
+Standard library only, no I/O, no state. Everything here is immutable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+FORMAT_VERSION = 1
+"""Version of how a block's bytes lie in a slot. It is part of every namespace."""
+
+KEY_BYTES = 32
+"""Bytes of a prefix hash: a whole sha256, never cut short."""
+
+PAGE_BYTES = 4096
+"""Slots and shards start at multiples of this, so that files can be read straight into them."""
+
+SHARED_HASHES = ("sha256", "sha256_cbor")
+"""Block hash algorithms of vLLM whose keys may be shared between processes."""
+
+BlockKey: TypeAlias = bytes
+"""vLLM's block hash (`KEY_BYTES` bytes): chained over parent, tokens, LoRA, images and salt."""
+
+
+def align_up(size: int, step: int) -> int:
+    """Return `size` rounded up to a multiple of `step`."""
+    return -(-size // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything that two engines must agree on before they may share blocks.
+
+    The namespace digest is the sha256 of all fields, so one differing field means another
+    namespace. Kept readable beside the digest, so that a person can be told which field differs.
+    """
+
+    model: str
+    """Name or folder name of the model, for people; `weights` is what identifies it."""
+    weights: str
+    """Fingerprint of the weights and of the model's configuration as the engine runs it."""
+    quantization: str
+    dtype: str
+    kv_dtype: str
+    block_tokens: int
+    layers: int
+    layout: str
+    """Order of the bytes inside a page: vLLM's layout name, page shape and strides."""
+    shard_bytes: int
+    """Bytes of one block on one rank, before alignment."""
+    shards: int
+    """Ranks that hold a part of each block."""
+    hash_algorithm: str
+    hash_seed: str
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def shard_stride(self) -> int:
+        """Bytes from one rank's shard to the next inside a slot."""
+        return align_up(self.shard_bytes, PAGE_BYTES)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: all shards, each page-aligned."""
+        return self.shard_stride * self.shards
+
+    def digest(self) -> str:
+        """Return the namespace digest: 64 hex digits over every field."""
+        fields = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(fields.encode()).hexdigest()
+
+
+class Tier(StrEnum):
+    """One storage medium. An upper tier is faster."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class Role(StrEnum):
+    """Which half of an engine a session belongs to."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    OBSERVER = "observer"
+
+
+class StoreOutcome(StrEnum):
+    """What became of one block that an engine wanted to store."""
+
+    COMMITTED = "committed"
+    DUPLICATE = "duplicate"
+    ABORTED = "aborted"
+    NO_SLOT = "no_slot"
+    UNKNOWN_SLOT = "unknown_slot"
+
+
+class EvictReason(StrEnum):
+    """Why a committed block left a tier."""
+
+    CAPACITY = "capacity"
+    SLAB_MOVE = "slab_move"
+    RESET = "reset"
+
+
+class SlotState(StrEnum):
+    """What a slot of the host tier is doing. Every slot is in exactly one state."""
+
+    FREE = "free"
+    COMMITTED = "committed"
+    RESERVED = "reserved"
+    LIMBO = "limbo"
+    """Promised to, or leased by, a session that was lost while its engine may still copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """A place of one block: `index`-th slot of slab `slab`. `packed` is what the wire carries."""
+
+    slab: int
+    index: int
+
+    @property
+    def packed(self) -> int:
+        """Return slab and index in one integer."""
+        return self.slab << SLOT_INDEX_BITS | self.index
+
+
+SLOT_INDEX_BITS = 24
+
+
+def unpack_slot(packed: int) -> SlotRef:
+    """Return the slot that `SlotRef.packed` describes."""
+    return SlotRef(packed >> SLOT_INDEX_BITS, packed & ((1 << SLOT_INDEX_BITS) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class TierReading:
+    """State of one tier at one moment. Sizes in bytes."""
+
+    tier: Tier
+    policy: str
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    slots: dict[SlotState, int]
+    high_watermark: float
+    low_watermark: float
+    evictions: int
+    huge_pages: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceReading:
+    """State of one namespace. `digest` is the full 64 hex digits."""
+
+    digest: str
+    manifest: Manifest
+    blocks: int
+    used_bytes: int
+    slots: int
+    sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReading:
+    """State of one data-plane session. Ages in seconds, counted by the server's clock."""
+
+    session: int
+    role: Role
+    engine: str
+    rank: int
+    pid: int
+    namespace: str
+    age_seconds: float
+    leased_blocks: int
+    reserved_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Totals since the start. Tokens count only whole blocks that a prompt could have reused.
+
+    `asked` is what came to the tier, `hits` what it served: `device` was asked for everything,
+    `host` for what `device` did not hold.
+    """
+
+    lookups: int
+    device_tokens_asked: int
+    device_tokens_hit: int
+    host_tokens_asked: int
+    host_tokens_hit: int
+    stores: dict[StoreOutcome, int]
+
+    @property
+    def host_hit_ratio(self) -> float:
+        """Token hit ratio over what was asked of the host tier; 0.0 when nothing was asked."""
+        return self.host_tokens_hit / self.host_tokens_asked if self.host_tokens_asked else 0.0
+
+    @property
+    def total_hit_ratio(self) -> float:
+        """Token hit ratio of all tiers over all prompt tokens; 0.0 when there were none."""
+        hits = self.device_tokens_hit + self.host_tokens_hit
+        return hits / self.device_tokens_asked if self.device_tokens_asked else 0.0

@@ -1,0 +1,129 @@
+"""Making room in the host tier: which blocks go, and which slabs move.
+
+Above the high watermark blocks go until the low one is reached; leased blocks and blocks that
+others continue are passed over. When another namespace has a slab that was used longer ago than
+any of one's own, that slab is emptied and moves. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .core import EvictReason, Tier, unpack_slot
+from .directory import Block, Directory, Namespace
+from .metrics import Metrics
+from .tiers.host import HostTier, OwnedSlab, Pool
+
+EVICTIONS_AHEAD = 256
+"""Blocks evicted at once beyond what is needed now, so that the loop is never held for long."""
+
+
+class Evictor:
+    """Takes blocks out of the host tier. `evictions` counts them."""
+
+    def __init__(self, host: HostTier, directory: Directory, metrics: Metrics) -> None:
+        self.evictions = 0
+        self._host = host
+        self._directory = directory
+        self._tick = 0
+        self._counted = {
+            reason: metrics.evictions.labels(Tier.HOST, reason) for reason in EvictReason
+        }
+
+    def make_room(self, space: Namespace, wanted: int) -> int | None:
+        """Return a taken slot of the namespace's pool, or None if nothing may go.
+
+        `wanted` is how many slots are needed in a row, so that eviction happens once for all.
+        """
+        pool = space.pool
+        while not pool.free and not self._host.grow(pool):
+            if not self._take_over_slab(space) and not self._evict(space, wanted):
+                return None
+        return self._host.take(pool)
+
+    def spare(self, pool: Pool) -> int:
+        """Return how many free slots can be taken without passing the high watermark."""
+        return len(pool.free) - _kept_free(pool, self._host.options.high_watermark)
+
+    def evict_ahead(self, space: Namespace) -> None:
+        """Evict from the high watermark down to the low one, a bounded number at a time."""
+        pool = space.pool
+        if self._host.can_grow(pool):
+            return
+        if self.spare(pool) < 0:
+            pool.draining = True
+        if pool.draining:
+            short = _kept_free(pool, self._host.options.low_watermark) - len(pool.free)
+            evicted = self._evict(space, min(short, EVICTIONS_AHEAD))
+            pool.draining = 0 < evicted < short
+
+    def drop(self, space: Namespace, block: Block, reason: EvictReason) -> None:
+        """Make a block invisible; its slot is free at once, or when its last lease ends."""
+        space.remove(block)
+        space.pool.policy.remove(block.key)
+        self.evictions += 1
+        self._counted[reason].inc()
+        if block.leases:
+            space.doomed.add(block)
+        else:
+            self._host.give_back(space.pool, block.slot)
+
+    def unlease(self, space: Namespace, blocks: Iterable[Block]) -> None:
+        """End one lease of each block."""
+        for block in blocks:
+            block.leases -= 1
+            assert block.leases >= 0, "a lease is released once"
+            if not block.leases and space.doomed and block in space.doomed:
+                space.doomed.discard(block)
+                self._host.give_back(space.pool, block.slot)
+
+    def use(self, pool: Pool, slots: Iterable[int]) -> None:
+        """Record that blocks in these slots were used, for the choice of a slab to move."""
+        self._tick += 1
+        for number in {unpack_slot(slot).slab for slot in slots}:
+            if (owned := pool.slabs.get(number)) is not None:
+                owned.last_used = self._tick
+
+    def _evict(self, space: Namespace, count: int) -> int:
+        """Evict up to `count` blocks, coldest first. Returns how many there were."""
+        evicted = 0
+        if count > 0:
+            for key in space.pool.policy.victims():
+                block = space.blocks[key]
+                if block.leases or block.children:
+                    continue
+                self.drop(space, block, EvictReason.CAPACITY)
+                evicted += 1
+                if evicted == count:
+                    break
+        return evicted
+
+    def _take_over_slab(self, space: Namespace) -> bool:
+        """Empty another pool's slab for this one, if it is colder than all slabs here."""
+        own = min((slab.last_used for slab in space.pool.slabs.values()), default=self._tick + 1)
+        for other, number, owned in self._others(space):
+            if owned.last_used >= own:
+                return False
+            blocks = other.in_slab(number)
+            if len(blocks) == owned.used and not any(block.leases for block in blocks):
+                for block in blocks:
+                    self.drop(other, block, EvictReason.SLAB_MOVE)
+                other.leave_slab(number)
+                self._host.shrink(other.pool, number)
+                return True
+        return False
+
+    def _others(self, space: Namespace) -> list[tuple[Namespace, int, OwnedSlab]]:
+        """Return the slabs of other pools that one of our slots fits into, coldest first."""
+        slabs = [
+            (other, number, owned)
+            for other in self._directory.namespaces.values()
+            if other is not space
+            for number, owned in other.pool.slabs.items()
+            if owned.slab.size >= space.pool.slot_bytes
+        ]
+        return sorted(slabs, key=lambda found: found[2].last_used)
+
+
+def _kept_free(pool: Pool, watermark: float) -> int:
+    return int(pool.total * (1.0 - watermark) + 1e-9)

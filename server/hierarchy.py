@@ -1,0 +1,305 @@
+"""The tiers as one cache: lookup, lease, reserve, commit, evict.
+
+All state is owned by one event loop; no call here blocks or awaits. A block exists when it is
+committed, not before: reserve a slot, copy, commit. A leased block is never evicted, and neither
+is one that a resident block continues, so that a chain loses its tail before its head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from .core import (
+    BlockKey,
+    EvictReason,
+    Manifest,
+    NamespaceReading,
+    Role,
+    SessionReading,
+    SlotState,
+    StoreOutcome,
+    Tier,
+    TierReading,
+    Traffic,
+)
+from .directory import Directory, Namespace
+from .eviction import Evictor
+from .metrics import Metrics
+from .sessions import Engine, Limbo, Session
+from .tiers.host import HostTier
+
+STOCK_SHARE = 8
+"""One session's stock of free slots is at most the pool's slots ÷ this."""
+
+
+class Hierarchy:
+    """The cache. `clock` gives seconds, for ages only."""
+
+    def __init__(self, host: HostTier, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self.host = host
+        self.directory = Directory()
+        self.engines: dict[str, Engine] = {}
+        self._metrics = metrics
+        self._clock = clock
+        self._evictor = Evictor(host, self.directory, metrics)
+        self._sessions_opened = 0
+        self._lookups = 0
+        self._tokens = dict.fromkeys(("device_asked", "device_hit", "host_asked", "host_hit"), 0)
+        self._stores = dict.fromkeys(StoreOutcome, 0)
+
+    # Sessions.
+
+    def open_session(
+        self, role: Role, engine: str, rank: int, pid: int, manifest: Manifest
+    ) -> Session:
+        """Begin a session in the manifest's namespace. Raises HelloRefused."""
+        space = self._namespace(manifest)
+        if (home := self.engines.get(engine)) is None:
+            home = self.engines[engine] = Engine(engine, released=self._sessions_opened)
+        self._sessions_opened += 1
+        session = Session(self._sessions_opened, role, home, rank, pid, space, self._clock())
+        home.sessions[session.number] = session
+        space.sessions += 1
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """End a session: its leases and reservations end, or wait in limbo for its workers."""
+        engine = session.engine
+        del engine.sessions[session.number]
+        session.space.sessions -= 1
+        leased = [block for blocks in session.leases.values() for block in blocks]
+        if leased or session.reserved:
+            engine.limbo.append(Limbo(session.number, session.space, leased, session.reserved))
+        session.leases, session.reserved = {}, set()
+        if not any(other.role is Role.WORKER for other in engine.sessions.values()):
+            self._leave_limbo(engine, before=session.number + 1)
+        if not engine.sessions:
+            del self.engines[engine.name]
+
+    def settle(self, session: Session) -> None:
+        """No worker copies for earlier sessions of this engine any more: free what they held."""
+        self._leave_limbo(session.engine, before=session.number)
+
+    # The life of a block.
+
+    def lookup(
+        self, session: Session, request: str, keys: Sequence[BlockKey], start: int
+    ) -> tuple[list[int], list[int]]:
+        """Lease the longest prefix of `keys` from `start` on to `request`.
+
+        Returns the packed slots of the leased blocks, and the positions before `start` that the
+        host tier does not hold. A request has one lease at a time: an earlier one ends.
+        """
+        self.release(session, request)
+        space = session.space
+        found = space.prefix(keys, start)
+        for block in found:
+            block.leases += 1
+        if found:
+            session.leases[request] = found
+        self._lookups += 1
+        self._metrics.lookups.inc()
+        space.pool.policy.touch(keys[: start + len(found)])
+        slots = [block.slot for block in found]
+        self._evictor.use(space.pool, slots)
+        return slots, [at for at in range(start) if keys[at] not in space.blocks]
+
+    def release(self, session: Session, request: str) -> None:
+        """End the leases of a request, if it has any."""
+        self._evictor.unlease(session.space, session.leases.pop(request, ()))
+
+    def touch(self, session: Session, keys: Sequence[BlockKey]) -> None:
+        """Record the use of a chain that the device held."""
+        session.space.pool.policy.touch(keys)
+        blocks = session.space.blocks
+        self._evictor.use(session.space.pool, [blocks[key].slot for key in keys if key in blocks])
+
+    def reserve(self, session: Session, need: int, stock: int) -> list[int]:
+        """Promise slots to the session: `need` by eviction if there is no other way.
+
+        More are promised, up to `stock` held in all, as far as that evicts nothing. May return
+        fewer than `need` when the pool is leased, reserved or not allocated yet.
+        """
+        space = session.space
+        pool = space.pool
+        granted: list[int] = []
+        while len(granted) < need:
+            if (slot := self._evictor.make_room(space, need - len(granted))) is None:
+                break
+            granted.append(slot)
+        room = min(stock, pool.total // STOCK_SHARE) - len(session.reserved) - len(granted)
+        for _ in range(min(room, self._evictor.spare(pool))):
+            slot = self.host.take(pool)
+            assert slot is not None, "the pool has this many free slots"
+            granted.append(slot)
+        session.reserved.update(granted)
+        self._evictor.evict_ahead(space)
+        return granted
+
+    def commit(
+        self, session: Session, parent: BlockKey, keys: Sequence[BlockKey], slots: Sequence[int]
+    ) -> None:
+        """Make consecutive blocks visible; each lies in a slot that the session had reserved.
+
+        A block that is there already gives its slot back, and so does nothing that was not
+        reserved by this session.
+        """
+        space = session.space
+        policy = space.pool.policy
+        for key, slot in zip(keys, slots, strict=True):
+            if slot not in session.reserved:
+                self._count_store(StoreOutcome.UNKNOWN_SLOT)
+            elif key in space.blocks:
+                session.reserved.discard(slot)
+                self.host.give_back(space.pool, slot)
+                self._count_store(StoreOutcome.DUPLICATE)
+            else:
+                session.reserved.discard(slot)
+                space.add(key, parent, slot)
+                policy.insert(key, space.pool.slot_bytes, parent or None)
+                self._count_store(StoreOutcome.COMMITTED)
+            parent = key
+        self._evictor.use(space.pool, slots)
+
+    def abort(self, session: Session, slots: Iterable[int]) -> None:
+        """Give back reserved slots whose blocks never became visible."""
+        for slot in slots:
+            if slot in session.reserved:
+                session.reserved.discard(slot)
+                self.host.give_back(session.space.pool, slot)
+                self._count_store(StoreOutcome.ABORTED)
+            else:
+                self._count_store(StoreOutcome.UNKNOWN_SLOT)
+
+    def count(self, session: Session, asked: int, device: int, host: int) -> None:
+        """Count the blocks that prompts could have reused, and those that each tier served."""
+        tokens = session.space.manifest.block_tokens
+        beyond = max(asked - device, 0)
+        for tier, asked_here, hit_here in (
+            (Tier.DEVICE, asked * tokens, device * tokens),
+            (Tier.HOST, beyond * tokens, host * tokens),
+        ):
+            self._tokens[f"{tier}_asked"] += asked_here
+            self._tokens[f"{tier}_hit"] += hit_here
+            self._metrics.tokens_asked.labels(tier).inc(asked_here)
+            self._metrics.tokens_hit.labels(tier).inc(hit_here)
+
+    def reset(self, space: Namespace) -> int:
+        """Drop all blocks of a namespace; a leased one stays readable until released."""
+        blocks = list(space.blocks.values())
+        for block in blocks:
+            self._evictor.drop(space, block, EvictReason.RESET)
+        return len(blocks)
+
+    # Readings.
+
+    def tiers(self) -> list[TierReading]:
+        """Return the state of each tier of this server."""
+        options = self.host.options
+        reading = TierReading(
+            tier=Tier.HOST,
+            policy=options.policy,
+            capacity_bytes=options.capacity_bytes,
+            used_bytes=sum(_used_bytes(space) for space in self.directory.namespaces.values()),
+            blocks=len(self.directory),
+            slots=self._slot_states(),
+            high_watermark=options.high_watermark,
+            low_watermark=options.low_watermark,
+            evictions=self._evictor.evictions,
+            huge_pages=self.host.huge,
+        )
+        return [reading]
+
+    def namespaces(self) -> list[NamespaceReading]:
+        """Return the state of each namespace."""
+        return [
+            NamespaceReading(
+                digest=space.digest,
+                manifest=space.manifest,
+                blocks=len(space.blocks),
+                used_bytes=_used_bytes(space),
+                slots=space.pool.total,
+                sessions=space.sessions,
+            )
+            for space in self.directory.namespaces.values()
+        ]
+
+    def sessions(self) -> list[SessionReading]:
+        """Return the open sessions."""
+        now = self._clock()
+        return [
+            SessionReading(
+                session=session.number,
+                role=session.role,
+                engine=session.engine.name,
+                rank=session.rank,
+                pid=session.pid,
+                namespace=session.space.digest,
+                age_seconds=now - session.opened,
+                leased_blocks=sum(map(len, session.leases.values())),
+                reserved_slots=len(session.reserved),
+            )
+            for session in self._all_sessions()
+        ]
+
+    def traffic(self) -> Traffic:
+        """Return the totals since the start."""
+        return Traffic(
+            lookups=self._lookups,
+            device_tokens_asked=self._tokens["device_asked"],
+            device_tokens_hit=self._tokens["device_hit"],
+            host_tokens_asked=self._tokens["host_asked"],
+            host_tokens_hit=self._tokens["host_hit"],
+            stores=dict(self._stores),
+        )
+
+    def refresh_metrics(self) -> None:
+        """Set the gauges from the present state."""
+        metrics = self._metrics
+        for reading in self.tiers():
+            metrics.capacity_bytes.labels(reading.tier).set(reading.capacity_bytes)
+            metrics.used_bytes.labels(reading.tier).set(reading.used_bytes)
+            metrics.blocks.labels(reading.tier).set(reading.blocks)
+            for state, count in reading.slots.items():
+                metrics.slots.labels(state).set(count)
+        for role in Role:
+            open_now = sum(session.role is role for session in self._all_sessions())
+            metrics.sessions.labels(role).set(open_now)
+
+    def _leave_limbo(self, engine: Engine, before: int) -> None:
+        for lost in engine.limbo:
+            if lost.session < before:
+                self._evictor.unlease(lost.space, lost.leased)
+                for slot in lost.reserved:
+                    self.host.give_back(lost.space.pool, slot)
+        engine.limbo = [lost for lost in engine.limbo if lost.session >= before]
+        engine.released = max(engine.released, before - 1)
+
+    def _namespace(self, manifest: Manifest) -> Namespace:
+        digest = manifest.digest()
+        space = self.directory.namespaces.get(digest)
+        if space is None:
+            pool = self.host.open_pool(digest, manifest.slot_bytes)
+            space = self.directory.namespaces[digest] = Namespace(manifest, pool)
+        return space
+
+    def _all_sessions(self) -> list[Session]:
+        return [session for engine in self.engines.values() for session in engine.sessions.values()]
+
+    def _count_store(self, outcome: StoreOutcome) -> None:
+        self._stores[outcome] += 1
+        self._metrics.stores.labels(outcome).inc()
+
+    def _slot_states(self) -> dict[SlotState, int]:
+        spaces = self.directory.namespaces.values()
+        limbo = [lost for engine in self.engines.values() for lost in engine.limbo]
+        return {
+            SlotState.FREE: sum(len(space.pool.free) for space in spaces),
+            SlotState.COMMITTED: sum(len(space.blocks) + len(space.doomed) for space in spaces),
+            SlotState.RESERVED: sum(len(session.reserved) for session in self._all_sessions()),
+            SlotState.LIMBO: sum(len(lost.reserved) for lost in limbo),
+        }
+
+
+def _used_bytes(space: Namespace) -> int:
+    return len(space.blocks) * space.pool.slot_bytes

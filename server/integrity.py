@@ -1,0 +1,55 @@
+"""The invariants of the hierarchy, checked as a whole: for tests and for a debugging operator."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .core import SlotRef
+from .directory import Block, Namespace
+from .hierarchy import Hierarchy
+
+
+def check_integrity(hierarchy: Hierarchy) -> None:
+    """Raise AssertionError if slots, leases or the policy's bookkeeping disagree. O(blocks)."""
+    for space in hierarchy.directory.namespaces.values():
+        _check_slots(hierarchy, space)
+        _check_leases(hierarchy, space)
+        policy = space.pool.policy
+        assert len(policy) == len(space.blocks), "the policy knows exactly the visible blocks"
+        assert set(policy.victims()) == set(space.blocks), "the policy orders the visible blocks"
+        for block in space.blocks.values():
+            assert block.children >= 0, "children are counted"
+
+
+def _check_slots(hierarchy: Hierarchy, space: Namespace) -> None:
+    pool = space.pool
+    whole = [
+        SlotRef(number, index).packed
+        for number, owned in pool.slabs.items()
+        for index in range(owned.slots)
+    ]
+    held = [block.slot for block in space.blocks.values()]
+    held += [block.slot for block in space.doomed]
+    for engine in hierarchy.engines.values():
+        for session in engine.sessions.values():
+            held += session.reserved if session.space is space else ()
+        for lost in engine.limbo:
+            held += lost.reserved if lost.space is space else ()
+    assert sorted(pool.free + held) == sorted(whole), "slots free + held = total, each once"
+    taken = Counter(slot >> 24 for slot in held)
+    for number, owned in pool.slabs.items():
+        assert owned.used == taken[number], "a slab counts its taken slots"
+
+
+def _check_leases(hierarchy: Hierarchy, space: Namespace) -> None:
+    held: Counter[Block] = Counter()
+    for engine in hierarchy.engines.values():
+        for session in engine.sessions.values():
+            if session.space is space:
+                for blocks in session.leases.values():
+                    held.update(blocks)
+        for lost in engine.limbo:
+            held.update(lost.leased if lost.space is space else ())
+    for block in [*space.blocks.values(), *space.doomed]:
+        assert block.leases == held[block], "leases are those of sessions and limbo"
+    assert all(block.leases for block in space.doomed), "a dropped block waits only for leases"

@@ -1,0 +1,229 @@
+"""Data-plane frames: what scheduler side, worker side and server say to each other.
+
+A frame is a 4-byte big-endian length and a msgpack array that starts with the operation's name.
+Prefix hashes travel as one byte string (`KEY_BYTES` each, a chain's head first), so that a frame of
+640 keys is decoded as quickly as one of 6. Slots travel packed (`core.SlotRef.packed`).
+
+A request with `seq` 0 wants no reply. Otherwise its reply carries the same `seq`; replies come in
+the order of the requests. Bytes of blocks never travel here: `Mapped` comes with a file descriptor
+(SCM_RIGHTS) of the slab that holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from .core import KEY_BYTES, BlockKey, Manifest, Role
+from .errors import ProtocolError
+
+PROTOCOL_VERSION: Final = 1
+HEADER_BYTES: Final = 4
+MAX_FRAME_BYTES: Final = 16 << 20
+"""Enough for a lookup of half a million blocks; more is refused before it is read."""
+MAX_CHAIN_BLOCKS: Final = 400_000
+
+
+class Frame(msgspec.Struct, array_like=True, tag_field="op", forbid_unknown_fields=True):
+    """Base of all frames."""
+
+
+# From engines.
+
+
+class Hello(Frame, tag="hello"):
+    """First frame of a session: who speaks, and what must agree before blocks are shared."""
+
+    version: int
+    role: Role
+    engine: str
+    """Same text in all sessions of one engine."""
+    rank: int
+    manifest: Manifest
+
+
+class Lookup(Frame, tag="lookup"):
+    """Ask for the longest prefix from block `start` on, and lease what is ready to `request`.
+
+    `keys` is the whole chain from the first block: the blocks before `start` are in the engine's
+    device memory already, and are touched.
+    """
+
+    seq: int
+    request: str
+    keys: bytes
+    start: int
+
+
+class Chain(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Consecutive blocks of one request that lie in slots now. `parent` is empty at the head."""
+
+    parent: bytes
+    keys: bytes
+    slots: list[int]
+
+
+class Step(Frame, tag="step"):
+    """What one engine step has to say; sent only if there is something."""
+
+    seq: int
+    commits: list[Chain] = []
+    aborts: list[int] = []
+    """Slots whose copy failed or never took place."""
+    releases: list[str] = []
+    """Requests whose leases end."""
+    touches: list[bytes] = []
+    """Chains that were used without a lookup, because the device held all of them."""
+    need: int = 0
+    """Slots wanted now, by eviction if there is no other way."""
+    stock: int = 0
+    """Slots that the session would like to hold in all, as far as they are free."""
+    asked: int = 0
+    """Blocks that prompts could have reused in this step; of these, so many came from: """
+    device: int = 0
+    host: int = 0
+    settled: bool = False
+    """No worker copies on behalf of an earlier session of this engine any more."""
+
+
+class MapSlab(Frame, tag="map"):
+    """Ask for the memory of a slab."""
+
+    seq: int
+    slab: int
+
+
+class Reset(Frame, tag="reset"):
+    """Drop every block of the session's namespace."""
+
+    seq: int
+
+
+class Bye(Frame, tag="bye"):
+    """The session ends on purpose."""
+
+
+# From the server.
+
+
+class Welcome(Frame, tag="welcome"):
+    """The hello is accepted."""
+
+    session: int
+    """Rises with every session of one server."""
+    server: str
+    """Differs after each server start."""
+    released: int
+    """Sessions of this engine up to this number have lost their slots: never copy for them."""
+    slabs: list[int]
+    """Slabs that hold blocks of the namespace now."""
+    slot_bytes: int
+
+
+class Refused(Frame, tag="refused"):
+    """The request cannot be met; the session ends. `field` names what does not fit."""
+
+    field: str
+    message: str
+
+
+class Found(Frame, tag="found"):
+    """Answer to a lookup: leased slots of the blocks from `start` on."""
+
+    seq: int
+    slots: list[int]
+    absent: list[int]
+    """Positions before `start` that the server does not hold: worth storing again."""
+
+
+class Granted(Frame, tag="granted"):
+    """Answer to a step with a `seq`: slots that are the session's until committed or aborted."""
+
+    seq: int
+    slots: list[int]
+
+
+class Mapped(Frame, tag="mapped"):
+    """Answer to a map: `slab_bytes` is 0, and no descriptor comes, when there is no such slab."""
+
+    seq: int
+    slab: int
+    slab_bytes: int
+
+
+class Done(Frame, tag="done"):
+    """Answer to a reset: so many blocks were dropped."""
+
+    seq: int
+    count: int
+
+
+Request = Hello | Lookup | Step | MapSlab | Reset | Bye
+Reply = Welcome | Refused | Found | Granted | Mapped | Done
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(frame: Frame) -> bytes:
+    """Return the frame with its length in front. Raises ProtocolError if it is too large."""
+    body = _encoder.encode(frame)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError("oversized", f"a frame of {len(body)} bytes is over the limit")
+    return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+def decode_request(body: bytes | memoryview) -> Request:
+    """Return what an engine said. Raises ProtocolError if it is no known frame."""
+    try:
+        return _requests.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError("malformed", f"not a frame: {error}") from error
+
+
+def decode_reply(body: bytes | memoryview) -> Reply:
+    """Return what the server said. Raises ProtocolError if it is no known frame."""
+    try:
+        return _replies.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError("malformed", f"not a frame: {error}") from error
+
+
+def split_keys(chain: bytes) -> list[BlockKey]:
+    """Return the prefix hashes in `chain`. Raises ProtocolError if one is cut short."""
+    if len(chain) % KEY_BYTES or len(chain) > MAX_CHAIN_BLOCKS * KEY_BYTES:
+        raise ProtocolError(
+            "malformed", f"{len(chain)} bytes are not a chain of {KEY_BYTES}-byte prefix hashes"
+        )
+    return [chain[at : at + KEY_BYTES] for at in range(0, len(chain), KEY_BYTES)]
+
+
+class FrameReader:
+    """Cuts a byte stream into frame bodies. Holds at most one frame and one read."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the bodies that `data` completes. Raises ProtocolError for an oversized one."""
+        self._buffer += data
+        start = 0
+        try:
+            while (body := self._next(start)) is not None:
+                start += HEADER_BYTES + len(body)
+                yield body
+        finally:
+            del self._buffer[:start]
+
+    def _next(self, start: int) -> bytes | None:
+        buffer = self._buffer
+        if len(buffer) - start < HEADER_BYTES:
+            return None
+        size = int.from_bytes(buffer[start : start + HEADER_BYTES], "big")
+        if size > MAX_FRAME_BYTES:
+            raise ProtocolError("oversized", f"a frame of {size} bytes is over the limit")
+        end = start + HEADER_BYTES + size
+        return bytes(buffer[start + HEADER_BYTES : end]) if len(buffer) >= end else None
