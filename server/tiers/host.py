@@ -112,9 +112,9 @@ class HostTier:
         pool = self.pools[namespace] = Pool(slot_bytes, POLICIES[self.options.policy]())
         return pool
 
-    def can_grow(self, pool: Pool) -> bool:
-        """Return whether a slab that no pool owns holds at least one of the pool's slots."""
-        return any(slab.size >= pool.slot_bytes for slab in self._unowned)
+    def growable(self, pool: Pool) -> int:
+        """Return how many slots the pool would gain from the slabs that no pool owns."""
+        return sum(slab.size // pool.slot_bytes for slab in self._unowned)
 
     def grow(self, pool: Pool) -> bool:
         """Give an unowned slab to the pool. Returns whether there was one."""

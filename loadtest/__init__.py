@@ -1,0 +1,1 @@
+"""Workloads, models and the demo. Run its modules from the repository root."""

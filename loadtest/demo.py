@@ -1,0 +1,326 @@
+"""What kvtier earns, shown on a real model through the OpenAI client.
+
+A chapter of Python's own documentation and three questions about it: answered cold, again from
+the device (L0), after the device forgot them, after a restart of the engine, and in a second
+engine beside it, the last three from host memory (L1). Greedy answers must be the cold ones.
+
+    python -m loadtest.demo [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from openai import OpenAI, OpenAIError
+from rich.console import Console
+from rich.table import Table
+
+from . import model
+from .stack import CPU_ENGINE_OPTIONS, Part, StackError, start_server, start_up
+
+CHAPTERS = ("execmodel", "with")
+"""Topics of Python's documentation, which comes with every Python: about 3,000 tokens."""
+QUESTIONS = (
+    "What is a block in Python?",
+    "Where are names resolved when a function is called?",
+    "What does the with statement do when an exception is raised in its body?",
+)
+ANSWER_TOKENS = 24
+CAPACITY = "1GiB"
+MODEL_TOKENS = 4096
+ENGINE_MEMORY = str(10**9)
+"""Bytes of vLLM's own cache: more than this demo fills."""
+MIN_GAIN = 5.0
+MIN_CACHED = 0.9
+"""Share of the prompt that must come from the tier that a step is about."""
+SOURCE_METRIC = "vllm:prompt_tokens_cached_by_source_total"
+
+
+class DemoError(Exception):
+    """A check failed. The message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed answer. Times in seconds; `device` and `host` are cached prompt tokens."""
+
+    question: str
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    device: int
+    host: int
+    ttft: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One row of the table: all questions under one condition, served by the tier `source`."""
+
+    name: str
+    source: str
+    answers: list[Answer]
+
+    @property
+    def ttft(self) -> float:
+        """Median time to the first token, in seconds."""
+        return statistics.median(answer.ttft for answer in self.answers)
+
+
+class Screen:
+    """Says what is going on: a spinner on a terminal, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False)
+        self._began = time.monotonic()
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show that `what` goes on, and how long it took."""
+        began = time.monotonic()
+        if self.console.is_terminal:
+            with self.console.status(f"{what} …"):
+                yield
+        else:
+            self.console.print(f"{what} …")
+            yield
+        took = time.monotonic() - began
+        self.console.print(f"[green]✓[/] {what} [dim]{took:.1f} s[/]")
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._began
+
+
+class Engine:
+    """One engine, asked through the OpenAI client."""
+
+    def __init__(self, part: Part, name: str) -> None:
+        self.part = part
+        self.name = name
+        self._client = OpenAI(base_url=f"{part.url}/v1", api_key="none", max_retries=0)
+
+    def ask(self, question: str, salt: str | None = None) -> Answer:
+        """Return the greedy answer. A request with another `salt` shares no cached block."""
+        before = self._cached_by_source()
+        extra = {"cache_salt": salt} if salt else {}
+        began = time.perf_counter()
+        stream = self._client.chat.completions.create(
+            model=self.name,
+            messages=[{"role": "user", "content": f"{_document()}\n\nQuestion: {question}"}],
+            temperature=0,
+            seed=0,
+            max_tokens=ANSWER_TOKENS,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=extra,
+        )
+        pieces, first, usage = [], 0.0, None
+        for chunk in stream:
+            if chunk.choices and (piece := chunk.choices[0].delta.content):
+                first = first or time.perf_counter()
+                pieces.append(piece)
+            usage = chunk.usage or usage
+        if usage is None or not pieces:
+            raise DemoError(f"The engine gave no answer to {question!r}.")
+        details, after = usage.prompt_tokens_details, self._cached_by_source()
+        return Answer(
+            question,
+            "".join(pieces),
+            usage.prompt_tokens,
+            (details.cached_tokens or 0) if details else 0,
+            round(after.get("device", 0) - before.get("device", 0)),
+            round(after.get("host", 0) - before.get("host", 0)),
+            first - began,
+        )
+
+    def warm_up(self) -> None:
+        """Pay once what only the first request of a process costs, with an unrelated prompt."""
+        self._client.completions.create(model=self.name, prompt="Hello", max_tokens=2)
+
+    def forget(self) -> None:
+        """Empty the engine's own cache (L0), and nothing else."""
+        self.part.post("/reset_prefix_cache")
+
+    def _cached_by_source(self) -> dict[str, float]:
+        found = {}
+        for line in self.part.get("/metrics").splitlines():
+            if line.startswith(SOURCE_METRIC) and 'source="' in line:
+                source = line.split('source="')[1].split('"')[0]
+                found[source] = found.get(source, 0.0) + float(line.rsplit(" ", 1)[1])
+        return found
+
+
+def main() -> int:
+    """Run the demo and return a process exit code."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.demo", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write raw results there")
+    parser.add_argument("--model", type=Path, default=model.DEFAULT_FOLDER, help="model folder")
+    options = parser.parse_args()
+    screen = Screen()
+    try:
+        steps = _prepare_and_run(screen, options.model)
+        _show(screen, steps)
+        if options.json:
+            _write(options.json, steps)
+        _check(steps)
+    except (DemoError, StackError, model.ModelError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except OpenAIError as error:
+        print(f"demo: a request failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo: stopped; nothing runs on", file=sys.stderr)
+        return 130
+    screen.console.print(f"All answers are the cold ones. It took {screen.elapsed:.0f} s.")
+    return 0
+
+
+def _prepare_and_run(screen: Screen, folder: Path) -> list[Step]:
+    model.prepare(folder)
+    with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as name, contextlib.ExitStack() as ends:
+        stack = _Stack(Path(name), folder, screen, ends)
+        with screen.doing(f"starting the kvtier server ({CAPACITY} of host memory)"):
+            stack.server.wait()
+        return _run(stack, screen)
+
+
+class _Stack:
+    """The server and the engines; all end with `ends`, engines first."""
+
+    def __init__(
+        self, folder: Path, model_folder: Path, screen: Screen, ends: contextlib.ExitStack
+    ) -> None:
+        self._folder = folder
+        self._model = str(model_folder)
+        self._screen = screen
+        self._ends = ends
+        self.server = start_server(folder, "--capacity", CAPACITY)
+        ends.callback(self.server.stop)
+
+    def engines(self, *names: str) -> list[Engine]:
+        """Start engines at the same time through `kvtier up`, and wait for them."""
+        options = [self._model, *CPU_ENGINE_OPTIONS, "--max-model-len", str(MODEL_TOKENS)]
+        options += ["--kv-cache-memory-bytes", ENGINE_MEMORY]
+        up = ["--socket", str(self._folder / "server.sock")]
+        parts = [start_up(self._folder, up, options, name) for name in names]
+        for part in parts:
+            self._ends.callback(part.stop)
+        with self._screen.doing(f"starting vLLM: {' and '.join(names)} (about half a minute)"):
+            for part in parts:
+                part.wait()
+        engines = [Engine(part, self._model) for part in parts]
+        for engine in engines:
+            engine.warm_up()
+        return engines
+
+
+def _run(stack: _Stack, screen: Screen) -> list[Step]:
+    """Return all steps of the demo, measured."""
+
+    def step(name: str, source: str, ask: Callable[[int, str], Answer]) -> Step:
+        with screen.doing(f"{name}: {len(QUESTIONS)} questions"):
+            return Step(name, source, [ask(index, each) for index, each in enumerate(QUESTIONS)])
+
+    def from_host(engine: Engine) -> Callable[[int, str], Answer]:
+        def ask(_: int, question: str) -> Answer:
+            engine.forget()
+            return engine.ask(question)
+
+        return ask
+
+    (engine,) = stack.engines("engine A")
+    # The salts keep the later questions from finding the first one's document: all are cold.
+    cold = step("cold", "none", lambda index, each: engine.ask(each, f"salt-{index}" * bool(index)))
+    for index, answer in enumerate(cold.answers):
+        screen.console.print(f"  [dim]{QUESTIONS[index]}[/]\n    {answer.text!r}", soft_wrap=True)
+    steps = [cold, step("again", "device", lambda _, each: engine.ask(each))]
+    steps.append(step("after reset_prefix_cache", "host", from_host(engine)))
+    with screen.doing("stopping engine A; the server keeps running"):
+        engine.part.stop()
+    restarted, second = stack.engines("engine A again", "engine B")
+    steps.append(step("after an engine restart", "host", from_host(restarted)))
+    steps.append(step("in a second engine", "host", from_host(second)))
+    return steps
+
+
+def _document() -> str:
+    return "\n\n".join(topics[name] for name in CHAPTERS)
+
+
+def _show(screen: Screen, steps: Sequence[Step]) -> None:
+    table = Table(title=f"SmolLM2-135M, {len(QUESTIONS)} questions a step, medians")
+    table.add_column("step")
+    for column in ("prompt tokens", "from L0", "from L1", "TTFT", "gain"):
+        table.add_column(column, justify="right")
+    for step in steps:
+        table.add_row(
+            step.name,
+            _median(step, lambda answer: answer.prompt_tokens),
+            _median(step, lambda answer: answer.device),
+            _median(step, lambda answer: answer.host),
+            f"{step.ttft:.3f} s",
+            f"{steps[0].ttft / step.ttft:.1f}x",
+        )
+    screen.console.print(table)
+
+
+def _median(step: Step, of: Callable[[Answer], int]) -> str:
+    return f"{statistics.median(of(answer) for answer in step.answers):,.0f}"
+
+
+def _check(steps: Sequence[Step]) -> None:
+    """Raise DemoError unless each step was served by its tier, with the cold answers."""
+    for step in steps:
+        for answer, cold in zip(step.answers, steps[0].answers, strict=True):
+            if answer.text != cold.text:
+                raise DemoError(
+                    f"{step.name}: the answer to {answer.question!r} is {answer.text!r}, and was "
+                    f"{cold.text!r} cold."
+                )
+            wanted = {"device": answer.device, "host": answer.host, "none": 0}[step.source]
+            if step.source == "none" and answer.cached_tokens:
+                raise DemoError(f"{step.name}: {answer.cached_tokens} tokens came from a cache.")
+            if step.source != "none" and wanted < MIN_CACHED * answer.prompt_tokens:
+                raise DemoError(
+                    f"{step.name}: only {wanted} of {answer.prompt_tokens} prompt tokens came from "
+                    f"the {step.source} tier."
+                )
+    if (gain := l1_gain(steps)) < MIN_GAIN:
+        raise DemoError(f"The gain from L1 is {gain:.1f}, and should be {MIN_GAIN:.0f} or more.")
+
+
+def l1_gain(steps: Sequence[Step]) -> float:
+    """Return the cold median TTFT over that of the slowest step served from L1."""
+    return steps[0].ttft / max(step.ttft for step in steps if step.source == "host")
+
+
+def _write(file: Path, steps: Sequence[Step]) -> None:
+    results = {
+        "figure": "demo_l1_gain",
+        "value": l1_gain(steps),
+        "bound": MIN_GAIN,
+        "machine": {"cpus": os.cpu_count(), "machine": platform.machine()},
+        "python": platform.python_version(),
+        "steps": [asdict(step) | {"ttft": step.ttft} for step in steps],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""A kvtier server and vLLM engines on this machine, for the demo and the end-to-end tests.
+
+Each is a real process on a free loopback port, with its output in a file of its own. What is
+started here ends with `stop`, at the latest with this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.children import Child
+from kvtier.endpoints import free_port
+
+LOOPBACK = "127.0.0.1"
+POLL_SECONDS = 0.1
+SERVER_SECONDS = 60.0
+ENGINE_SECONDS = 300.0
+STOP_SECONDS = 40.0
+TAIL_LINES = 40
+CPU_ENGINE_OPTIONS = ("--dtype", "float32", "--block-size", "32", "--enforce-eager")
+"""float32, because bf16 is emulated on CPUs without AVX-512; CPU attention takes blocks of 32."""
+
+
+class StackError(Exception):
+    """A process did not start or answer. The message is a sentence and the end of its log."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One running process that answers HTTP at `url`."""
+
+    child: Child
+    url: str
+    log: Path
+    health: str
+    """Path that answers 200 as soon as it is ready."""
+    limit: float
+    """Longest wait for that, in seconds."""
+    stopped: bool = field(default=False, init=False)
+
+    def wait(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Block until it is ready; call `tick` now and then. Raises StackError."""
+        end = time.monotonic() + self.limit
+        while not self.answers():
+            code = self.child.exit_code()
+            if code is not None:
+                raise StackError(f"{self.child.name} ended with exit code {code}.\n{self.tail()}")
+            if time.monotonic() > end:
+                raise StackError(
+                    f"{self.child.name} was not ready in {self.limit:.0f} s.\n{self.tail()}"
+                )
+            tick()
+            time.sleep(POLL_SECONDS)
+
+    def answers(self) -> bool:
+        """Return whether it is ready."""
+        try:
+            with urllib.request.urlopen(self.url + self.health, timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def get(self, path: str) -> str:
+        """Return the body of a GET. Raises StackError."""
+        return self._ask(urllib.request.Request(self.url + path))
+
+    def post(self, path: str) -> str:
+        """Return the body of an empty POST. Raises StackError."""
+        return self._ask(urllib.request.Request(self.url + path, method="POST"))
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal, wait, kill what is left after STOP_SECONDS; return the exit code."""
+        if self.stopped:
+            return 0
+        if self.child.exit_code() is None:
+            self.child.send(number)
+        end = time.monotonic() + STOP_SECONDS
+        while self.child.exit_code() is None and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        self.stopped = True
+        return self.child.reap()
+
+    def tail(self) -> str:
+        """Return the last lines that it wrote."""
+        lines = self.log.read_text("utf-8", "replace").splitlines()
+        return "\n".join([f"--- end of {self.log.name}", *lines[-TAIL_LINES:]])
+
+    def _ask(self, request: urllib.request.Request) -> str:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return str(answer.read().decode())
+        except OSError as error:
+            raise StackError(f"{self.child.name}, {request.full_url}: {error}.") from error
+
+
+def start_server(folder: Path, *options: str, name: str = "server") -> Part:
+    """Start `kvtier serve` with its socket and log in `folder`. Returns at once."""
+    port = free_port(LOOPBACK)
+    command = ["-m", "kvtier", "serve", "--socket", str(folder / f"{name}.sock")]
+    command += ["--port", str(port), *options]
+    child, log = _start("the kvtier server", command, folder / f"{name}.log", {})
+    return Part(child, f"http://{LOOPBACK}:{port}", log, "/readyz", SERVER_SECONDS)
+
+
+def start_up(folder: Path, up: Sequence[str], engine: Sequence[str], name: str) -> Part:
+    """Start `kvtier up [up] -- [engine]` with its log in `folder`; the part is its vLLM."""
+    port = free_port(LOOPBACK)
+    command = ["-m", "kvtier", "up", *up, "--", *engine, "--host", LOOPBACK, "--port", str(port)]
+    child, log = _start(f"kvtier up ({name})", command, folder / f"{name}.log", {})
+    return Part(child, f"http://{LOOPBACK}:{port}", log, "/health", ENGINE_SECONDS)
+
+
+def start_vllm(
+    folder: Path, engine: Sequence[str], name: str, environment: Mapping[str, str]
+) -> Part:
+    """Start vLLM's OpenAI server by itself, with its log in `folder`. Returns at once."""
+    port = free_port(LOOPBACK)
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--host", LOOPBACK]
+    command += ["--port", str(port), "--enable-prompt-tokens-details", *engine]
+    child, log = _start(f"vLLM ({name})", command, folder / f"{name}.log", environment)
+    return Part(child, f"http://{LOOPBACK}:{port}", log, "/health", ENGINE_SECONDS)
+
+
+def _start(
+    name: str, command: Sequence[str], log: Path, extra: Mapping[str, str]
+) -> tuple[Child, Path]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER")}
+    # Models are folders here, so nothing has to be asked of a hub, and nobody be told of a run.
+    environment |= {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    environment |= extra
+    with log.open("ab") as output:
+        return Child(name, [sys.executable, *command], environment, output.fileno()), log

@@ -1,0 +1,111 @@
+"""The command line. Each command imports what it needs, so that none waits for another's parts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from . import __version__
+from .config import Settings, descriptions, load_settings
+from .errors import KVTierError
+
+app = typer.Typer(
+    help="A tiered KV cache server for vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Config = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
+Socket = Annotated[str | None, typer.Option("--socket", help="Unix socket for engines.")]
+Capacity = Annotated[str | None, typer.Option("--capacity", help="Host memory, such as 20GiB.")]
+Port = Annotated[str | None, typer.Option("--port", help="TCP port of the HTTP control plane.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Url = Annotated[str, typer.Option("--url", help="Address of a server's control plane.")]
+
+
+def main() -> None:
+    """Run the command line. An expected error is one sentence on stderr and exit code 1."""
+    try:
+        app()
+    except KVTierError as error:
+        print(f"kvtier: {str(error).rstrip('.')}.", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+
+
+@app.command()
+def serve(
+    config: Config = None, socket: Socket = None, capacity: Capacity = None, port: Port = None
+) -> None:
+    """Run a server until SIGTERM or SIGINT."""
+    from .serve import serve as run_server  # noqa: PLC0415
+
+    run_server(_settings(config, socket, capacity, port))
+
+
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def up(
+    context: typer.Context,
+    config: Config = None,
+    socket: Socket = None,
+    capacity: Capacity = None,
+    port: Port = None,
+) -> None:
+    """Run a server and vLLM beside it: kvtier up -- MODEL [arguments of vllm serve]."""
+    if not context.args:
+        raise typer.BadParameter("name a model, such as: kvtier up -- path/to/model")
+    from .up import run_up  # noqa: PLC0415
+
+    sys.exit(run_up(context.args, _settings(config, socket, capacity, port)))
+
+
+@app.command()
+def status(url: Url = "http://127.0.0.1:9555", as_json: AsJson = False) -> None:
+    """Show tiers, hit ratios, sessions and namespaces of a running server."""
+    from .status import show_status  # noqa: PLC0415
+
+    show_status(url, as_json=as_json)
+
+
+@app.command(name="config")
+def show_config(
+    config: Config = None,
+    socket: Socket = None,
+    capacity: Capacity = None,
+    port: Port = None,
+    as_json: AsJson = False,
+    explain: Annotated[bool, typer.Option(help="Say what each setting does.")] = False,
+) -> None:
+    """Show the settings that a server would run with here, as a settings file."""
+    settings = _settings(config, socket, capacity, port)
+    if as_json:
+        typer.echo(json.dumps(settings.effective(), indent=2))
+        return
+    if explain:
+        for key, description in descriptions().items():
+            typer.echo(textwrap.fill(f"# {key}: {description}", 96, subsequent_indent="#   "))
+        typer.echo()
+    typer.echo(yaml.safe_dump(settings.effective(), sort_keys=False), nl=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def _settings(
+    config: Path | None, socket: str | None, capacity: str | None, port: str | None
+) -> Settings:
+    given = {"socket": socket, "host.capacity": capacity, "http.port": port}
+    return load_settings(config, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The HTTP control plane: parse, call the hierarchy, serialise.
+
+Every route is a coroutine that does not await, so that it runs on the event loop that owns the
+state it reads. Every error is a problem document (RFC 9457).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Annotated, Literal
+
+from fastapi import FastAPI, HTTPException, Path, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from . import __version__
+from .config import EffectiveSettings, Settings
+from .core import NamespaceReading, SessionReading, TierReading
+from .hierarchy import Hierarchy
+from .metrics import Metrics
+from .stats import Stats, read_stats
+
+PROBLEM_MEDIA_TYPE = "application/problem+json"
+
+
+class Problem(BaseModel):
+    """An error as RFC 9457 describes it."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    instance: str
+
+
+class Health(BaseModel):
+    """That the server answers, or that it is ready for its full capacity."""
+
+    status: Literal["ok"] = "ok"
+
+
+def build_app(
+    hierarchy: Hierarchy, metrics: Metrics, settings: Settings, ready: Callable[[], bool]
+) -> FastAPI:
+    """Return the control plane over `hierarchy`; `ready` says whether all memory is allocated."""
+    app = FastAPI(
+        title="kvtier",
+        version=__version__,
+        description="Control plane of a tiered KV cache server for vLLM.",
+        responses={"default": {"model": Problem, "description": "A problem document."}},
+    )
+    _add_health(app, ready)
+    _add_readings(app, hierarchy, ready)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics_text() -> Response:
+        """All metrics in Prometheus's text format."""
+        hierarchy.refresh_metrics()
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @app.get("/v1/config")
+    async def config() -> EffectiveSettings:
+        """The settings in force, as a settings file would hold them."""
+        return settings.effective()
+
+    app.add_exception_handler(StarletteHTTPException, _http_problem)
+    app.add_exception_handler(RequestValidationError, _validation_problem)
+    app.add_exception_handler(Exception, _server_problem)
+    return app
+
+
+def _add_health(app: FastAPI, ready: Callable[[], bool]) -> None:
+    @app.get("/healthz")
+    async def healthz() -> Health:
+        """Whether the event loop answers."""
+        return Health()
+
+    @app.get("/readyz")
+    async def readyz() -> Health:
+        """Whether all memory is allocated. Blocks can be stored before that, but fewer."""
+        if not ready():
+            raise HTTPException(503, "The host tier's memory is still being allocated.")
+        return Health()
+
+
+def _add_readings(app: FastAPI, hierarchy: Hierarchy, ready: Callable[[], bool]) -> None:
+    @app.get("/v1/stats")
+    async def stats() -> Stats:
+        """Totals since the start: lookups, tokens asked and served by tier, stores by outcome."""
+        return read_stats(hierarchy, ready=ready())
+
+    @app.get("/v1/tiers")
+    async def tiers() -> list[TierReading]:
+        """State of all tiers of this server."""
+        return hierarchy.tiers()
+
+    @app.get("/v1/tiers/{tier}")
+    async def one_tier(tier: Annotated[str, Path(description="Name of a tier.")]) -> TierReading:
+        """State of one tier."""
+        readings = {reading.tier.value: reading for reading in hierarchy.tiers()}
+        if tier not in readings:
+            known = ", ".join(readings)
+            raise HTTPException(404, f'There is no tier "{tier}" here; there is: {known}.')
+        return readings[tier]
+
+    @app.get("/v1/sessions")
+    async def sessions() -> list[SessionReading]:
+        """Open data-plane sessions: the halves of the engines that are connected."""
+        return hierarchy.sessions()
+
+    @app.get("/v1/namespaces")
+    async def namespaces() -> list[NamespaceReading]:
+        """Namespaces with their manifests: engines share blocks only inside one."""
+        return hierarchy.namespaces()
+
+
+def _problem(
+    request: Request, status: int, detail: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    problem = Problem(
+        title=HTTPStatus(status).phrase, status=status, detail=detail, instance=request.url.path
+    )
+    return Response(
+        problem.model_dump_json(), status, dict(headers or {}), media_type=PROBLEM_MEDIA_TYPE
+    )
+
+
+async def _http_problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StarletteHTTPException), "registered for these only"
+    detail = str(error.detail)
+    if detail == HTTPStatus(error.status_code).phrase:
+        detail = f"{request.method} {request.url.path} is not served here; /docs lists what is."
+    return _problem(request, error.status_code, detail, error.headers)
+
+
+async def _validation_problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), "registered for these only"
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return _problem(request, 422, f"{where}: {first['msg']}.")
+
+
+async def _server_problem(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
+    return _problem(request, 500, f"{type(error).__name__}: the server's log has the details.")

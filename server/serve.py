@@ -1,0 +1,183 @@
+"""One server process: settings in, data plane and control plane up, and down again.
+
+Everything runs on one uvloop event loop. The memory is made in the background, slab by slab, so
+that engines are served at once. SIGTERM or SIGINT ends everything within `shutdown_seconds`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from .api import build_app
+from .config import HttpSettings, Settings
+from .dataplane import DataPlane, DataPlaneOptions
+from .errors import StartError
+from .hierarchy import Hierarchy
+from .metrics import Metrics
+from .sizes import format_size
+from .tiers.host import HostOptions, HostTier
+from .tiers.slab import HugePages
+
+log = logging.getLogger("kvtier.serve")
+
+LAG_SAMPLE_SECONDS = 0.1
+HTTP_GRACE_SHARE = 0.5
+"""Share of the shutdown time that HTTP requests in flight may take."""
+
+
+def serve(settings: Settings) -> None:
+    """Run a server until SIGTERM or SIGINT. Blocks. Raises StartError if it can't run here."""
+    _log_to_stderr(settings.log.level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(Server(settings).run())
+
+
+class Server:
+    """The parts of one server, and their life from start to stop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.host = HostTier(_host_options(settings), self.metrics)
+        self.hierarchy = Hierarchy(self.host, self.metrics, time.monotonic)
+        options = DataPlaneOptions(settings.socket, settings.group_id())
+        self.plane = DataPlane(self.hierarchy, self.metrics, options)
+        self._allocated = False
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until a signal comes. Raises StartError, also when memory turns out too short."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        with contextlib.closing(_bind(self.settings.http)) as listener:
+            try:
+                await self.plane.start()
+                await self._serve(listener)
+            finally:
+                await self.plane.stop()
+                self.host.close()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        app = build_app(self.hierarchy, self.metrics, self.settings, lambda: self._allocated)
+        web = _Web(_web_options(app, self.settings))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(web.serve([listener]))
+                background = [
+                    group.create_task(self._allocate()),
+                    group.create_task(_sample_lag(self.metrics)),
+                ]
+                self._announce(listener)
+                await self._stop.wait()
+                _end_within(self.settings.shutdown_seconds)
+                for task in background:
+                    task.cancel()
+                await self.plane.stop()
+                web.should_exit = True
+        except* StartError as failed:
+            raise failed.exceptions[0] from None
+
+    async def _allocate(self) -> None:
+        began = time.monotonic()
+        await self.host.allocate()
+        self._allocated = True
+        log.info(
+            "ready: %s of host memory allocated in %.1f s",
+            format_size(self.settings.host.capacity),
+            time.monotonic() - began,
+        )
+
+    def _announce(self, listener: socket.socket) -> None:
+        address, port = listener.getsockname()[:2]
+        log.info(
+            "kvtier serves engines on %s and HTTP on http://%s:%d, host tier %s, policy %s",
+            self.settings.socket,
+            f"[{address}]" if ":" in address else address,
+            port,
+            format_size(self.settings.host.capacity),
+            self.settings.host.policy,
+        )
+
+
+class _Web(uvicorn.Server):
+    """uvicorn without its signal handlers: signals end the data plane too, so they are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _web_options(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=max(1, int(settings.shutdown_seconds * HTTP_GRACE_SHARE)),
+    )
+
+
+def _host_options(settings: Settings) -> HostOptions:
+    host = settings.host
+    return HostOptions(
+        capacity_bytes=host.capacity,
+        policy=host.policy,
+        high_watermark=host.high_watermark,
+        low_watermark=host.low_watermark,
+        huge_pages=HugePages(host.huge_pages),
+    )
+
+
+def _bind(http: HttpSettings) -> socket.socket:
+    """Return a listening socket for HTTP. Raises StartError naming the address and the fix."""
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    try:
+        return socket.create_server((http.host, http.port), family=family)
+    except OSError as error:
+        raise StartError(
+            f"HTTP can't be served on {http.host}, port {http.port} ({error.strerror}): "
+            f"stop what has the port, or set http.port (--port) to another."
+        ) from error
+
+
+async def _sample_lag(metrics: Metrics) -> None:
+    while True:
+        began = time.perf_counter()
+        await asyncio.sleep(LAG_SAMPLE_SECONDS)
+        late = time.perf_counter() - began - LAG_SAMPLE_SECONDS
+        metrics.loop_lag_seconds.observe(max(late, 0.0))
+
+
+def _end_within(seconds: float) -> None:
+    """End the process after `seconds` if nothing else has, whatever the event loop does."""
+
+    def end() -> None:
+        log.error("not everything ended within shutdown_seconds (%s): exiting at once", seconds)
+        os._exit(1)
+
+    watchdog = threading.Timer(seconds, end)
+    watchdog.daemon = True
+    watchdog.start()
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S%z",
+    )
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -1,0 +1,202 @@
+"""What a running server says about itself, for a person in a terminal or as JSON."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from http.client import HTTPException
+
+import msgspec
+from rich.bar import Bar
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .core import NamespaceReading, SessionReading, SlotState, StoreOutcome, Tier, TierReading
+from .errors import KVTierError
+from .stats import Stats
+
+TIMEOUT_SECONDS = 5
+ANSWER_BYTES_AT_MOST = 16 << 20
+BAR_WIDTH = 30
+NEARLY_FULL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """All readings of one server."""
+
+    stats: Stats
+    tiers: list[TierReading]
+    sessions: list[SessionReading]
+    namespaces: list[NamespaceReading]
+
+
+class StatusError(KVTierError):
+    """No kvtier server can be read at the URL."""
+
+
+def show_status(url: str, *, as_json: bool) -> None:
+    """Print the status of the server at `url`. Blocks. Raises StatusError."""
+    url = url.rstrip("/")
+    status = read_status(url)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if as_json:
+        text = msgspec.json.format(msgspec.json.encode(status), indent=2).decode()
+        console.print(text, soft_wrap=True)
+    else:
+        console.print(render(status, url))
+
+
+def read_status(url: str) -> Status:
+    """Return all readings of the server at `url`. Blocks. Raises StatusError."""
+    if not url.startswith(("http://", "https://")):
+        raise StatusError(f'"{url}" is not a URL: write for example http://127.0.0.1:9555.')
+    try:
+        return Status(
+            stats=msgspec.json.decode(_get(f"{url}/v1/stats"), type=Stats),
+            tiers=msgspec.json.decode(_get(f"{url}/v1/tiers"), type=list[TierReading]),
+            sessions=msgspec.json.decode(_get(f"{url}/v1/sessions"), type=list[SessionReading]),
+            namespaces=msgspec.json.decode(
+                _get(f"{url}/v1/namespaces"), type=list[NamespaceReading]
+            ),
+        )
+    except (msgspec.DecodeError, urllib.error.HTTPError, HTTPException) as error:
+        raise StatusError(
+            f"What answers at {url} is not a kvtier server of this version ({error}): name the "
+            f"server's HTTP address with --url."
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise StatusError(
+            f"No kvtier server answers at {url} ({reason}): start one with `kvtier serve`, or name "
+            f"its HTTP address with --url."
+        ) from error
+
+
+def _get(url: str) -> bytes:
+    # Without proxies: the control plane is on this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=TIMEOUT_SECONDS) as answer:
+        body: bytes = answer.read(ANSWER_BYTES_AT_MOST)
+        return body
+
+
+def render(status: Status, url: str) -> RenderableType:
+    """Return the status as something that rich prints."""
+    ready = ("ready", "green") if status.stats.ready else ("allocating memory", "yellow")
+    parts: list[RenderableType] = [
+        Text.assemble((f"kvtier {status.stats.version}", "bold"), f" at {url}, ", ready),
+        Panel(_tiers(status.tiers), title="Tiers", title_align="left"),
+        Panel(_hits(status.stats), title="Hits since the start", title_align="left"),
+        Panel(_sessions(status.sessions), title="Sessions", title_align="left"),
+        Panel(_namespaces(status.namespaces), title="Namespaces", title_align="left"),
+    ]
+    return Group(*parts)
+
+
+def _tiers(readings: list[TierReading]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for reading in readings:
+        share = reading.used_bytes / reading.capacity_bytes
+        table.add_row(
+            Text(reading.tier, style="bold"),
+            _bar(share),
+            f"{share:.0%}",
+            f"{_size(reading.used_bytes)} of {_size(reading.capacity_bytes)}",
+            f"{reading.blocks:,} blocks",
+        )
+        in_use = sum(reading.slots[state] for state in (SlotState.RESERVED, SlotState.LIMBO))
+        pages = "huge pages" if reading.huge_pages else "normal pages"
+        table.add_row("", Text(f"policy {reading.policy}, {pages}", style="dim"))
+        table.add_row("", Text(f"{reading.evictions:,} evictions, {in_use:,} slots promised"))
+    return table
+
+
+def _bar(share: float) -> Bar:
+    colour = "yellow" if share > NEARLY_FULL else "green"
+    return Bar(1, 0, share, width=BAR_WIDTH, color=colour, bgcolor="bright_black")
+
+
+def _hits(stats: Stats) -> RenderableType:
+    by_tier = {traffic.tier: traffic for traffic in stats.traffic}
+    device, host = by_tier[Tier.DEVICE], by_tier[Tier.HOST]
+    if not device.tokens_asked:
+        return Text("No prompt has had a whole block yet.", style="dim")
+    return Text.from_markup(
+        f"[bold]{stats.total_hit_ratio:.1%}[/] of {device.tokens_asked:,} prompt tokens in whole "
+        f"blocks did not have to be computed.\n"
+        f"  device (L0) held {device.hit_ratio:.1%} of them: {device.tokens_hit:,} tokens.\n"
+        f"  host (L1) held {stats.host_hit_ratio:.1%} of the {host.tokens_asked:,} tokens that "
+        f"the device did not: {host.tokens_hit:,} tokens.\n"
+        f"{_stores(stats.stores)}"
+    )
+
+
+def _stores(stores: dict[StoreOutcome, int]) -> str:
+    others = [
+        f"{count:,} {outcome.replace('_', ' ')}"
+        for outcome, count in stores.items()
+        if count and outcome is not StoreOutcome.COMMITTED
+    ]
+    kept = f"{stores[StoreOutcome.COMMITTED]:,} of {sum(stores.values()):,} offered blocks stored"
+    return f"{kept} ({', '.join(others)})." if others else f"{kept}."
+
+
+def _sessions(readings: list[SessionReading]) -> RenderableType:
+    if not readings:
+        return Text("No engine is connected.", style="dim")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("engine", "role", "rank", "pid", "namespace"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("age", "leased blocks", "reserved slots"):
+        table.add_column(heading, justify="right")
+    for reading in readings:
+        table.add_row(
+            reading.engine,
+            reading.role,
+            str(reading.rank),
+            str(reading.pid),
+            reading.namespace[:12],
+            _age(reading.age_seconds),
+            f"{reading.leased_blocks:,}",
+            f"{reading.reserved_slots:,}",
+        )
+    return table
+
+
+def _namespaces(readings: list[NamespaceReading]) -> RenderableType:
+    if not readings:
+        return Text("No engine has connected yet.", style="dim")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("namespace", "model", "KV dtype"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("block tokens", "blocks", "used", "sessions"):
+        table.add_column(heading, justify="right")
+    for reading in readings:
+        table.add_row(
+            reading.digest[:12],
+            reading.manifest.model,
+            reading.manifest.kv_dtype,
+            f"{reading.manifest.block_tokens:,}",
+            f"{reading.blocks:,}",
+            _size(reading.used_bytes),
+            f"{reading.sessions:,}",
+        )
+    return table
+
+
+def _size(size: int) -> str:
+    """Return bytes for a person: three digits and a unit."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"
+
+
+def _age(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,0 +1,281 @@
+"""Settings are strict: what is misspelt or wrong stops the start and is named."""
+
+import os
+import re
+
+import pytest
+import yaml
+from kvtier.config import Settings, descriptions, load_settings
+from kvtier.errors import SettingsError
+from kvtier.sizes import machine_memory
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.upper().startswith("KVTIER"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load settings from text as a file would hold it."""
+
+    def load_text(text, overrides=None):
+        file = tmp_path / "kvtier.yaml"
+        file.write_text(text)
+        return load_settings(file, overrides)
+
+    return load_text
+
+
+def refusal(call, *arguments):
+    """Return the sentence that `call` is refused with: one line, ending in a full stop."""
+    with pytest.raises(SettingsError) as caught:
+        call(*arguments)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+    return sentence
+
+
+def test_nothing_set_gives_the_documented_defaults(monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    settings = load_settings()
+    assert settings.effective() == {
+        "socket": "/run/user/7/kvtier/kvtier.sock",
+        "allow_group": None,
+        "shutdown_seconds": 5.0,
+        "http": {"host": "127.0.0.1", "port": 9555},
+        "host": {
+            "capacity": "4GiB",
+            "policy": "lru",
+            "high_watermark": 0.98,
+            "low_watermark": 0.95,
+            "huge_pages": "auto",
+        },
+        "log": {"level": "info"},
+    }
+
+
+def test_without_a_runtime_directory_the_socket_is_in_a_folder_of_the_user(monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert str(load_settings().socket) == f"/tmp/kvtier-{os.getuid()}/kvtier.sock"
+
+
+def test_every_setting_says_its_default_and_when_to_change_it():
+    for key, text in descriptions().items():
+        assert text.startswith("Default "), key
+        assert text.endswith("."), key
+        assert text.count(". ") >= 1, key
+
+
+def test_the_later_source_wins_key_by_key(load, monkeypatch):
+    monkeypatch.setenv("KVTIER_HTTP__PORT", "2222")
+    monkeypatch.setenv("KVTIER_HOST__CAPACITY", "2GiB")
+    settings = load(
+        "http: {port: 1111, host: '::1'}\nhost: {capacity: 1GiB, high_watermark: 0.97}",
+        {"host.capacity": "3GiB", "http.port": None},
+    )
+    assert settings.host.capacity == 3 * 2**30
+    assert settings.http.port == 2222
+    assert settings.http.host == "::1"
+    assert settings.host.high_watermark == 0.97
+
+
+def test_effective_settings_are_a_settings_file_that_reads_back_the_same(load):
+    first = load("host: {capacity: 1.5GiB, low_watermark: 0.5}\nsocket: /tmp/x.sock\n")
+    again = load(yaml.safe_dump(first.effective()))
+    assert again == first
+
+
+def test_settings_are_immutable():
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings().socket = "/elsewhere"
+
+
+# Misspelt keys.
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "nearest"),
+    [
+        ("sockte: /x", "sockte", "socket"),
+        ("hosts: {capacity: 1GiB}", "hosts", "host"),
+        ("capacity: 1GiB", "capacity", "host.capacity"),
+        ("port: 80", "port", "http.port"),
+        ("host: {capcity: 1GiB}", "host.capcity", "host.capacity"),
+        ("host: {Capacity: 1GiB}", "host.Capacity", "host.capacity"),
+        ("host: {high-watermark: 0.9}", "host.high-watermark", "host.high_watermark"),
+        ("host: {port: 80}", "host.port", "http.port"),
+        ("http: {prot: 80}", "http.prot", "http.port"),
+        ("log: {levle: info}", "log.levle", "log.level"),
+        ("log_level: info", "log_level", "log.level"),
+        ("eviction_policy: lru", "eviction_policy", "host.policy"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_file_and_the_nearest_valid_one(
+    load, tmp_path, text, named, nearest
+):
+    sentence = refusal(load, text)
+    assert f'no setting "{named}"' in sentence
+    assert str(tmp_path / "kvtier.yaml") in sentence
+    assert f'nearest valid one is "{nearest}"' in sentence
+
+
+def test_every_key_with_one_letter_missing_is_refused_naming_the_key(load):
+    for key in descriptions():
+        section, _, name = key.rpartition(".")
+        misspelt = name[:2] + name[3:]
+        text = f"{section}: {{{misspelt}: 1}}" if section else f"{misspelt}: 1"
+        assert f'is "{key}"' in refusal(load, text)
+
+
+def test_a_key_that_stands_twice_is_refused(load):
+    sentence = refusal(load, "host: {capacity: 1GiB}\nhost: {policy: lru}\n")
+    assert '"host" stands twice' in sentence
+
+
+# The environment.
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("KVTIER_HOST_CAPACITY", "KVTIER_HOST__CAPACITY"),
+        ("KVTIER_CAPACITY", "KVTIER_HOST__CAPACITY"),
+        ("KVTIER-HOST", "KVTIER_HOST__CAPACITY"),
+        ("KVTIER_HOST", "KVTIER_HOST__CAPACITY"),
+        ("KVTIER-HOST__CAPACITY", "KVTIER_HOST__CAPACITY"),
+        ("KV_TIER_HOST__CAPACITY", "KVTIER_HOST__CAPACITY"),
+        ("KVTEIR_HOST__CAPACITY", "KVTIER_HOST__CAPACITY"),
+        ("kvtier_host__capacity", "KVTIER_HOST__CAPACITY"),
+        ("KVTIER__HOST__CAPACITY", "KVTIER_HOST__CAPACITY"),
+        ("KVTIER_HOST__CAPCITY", "KVTIER_HOST__CAPACITY"),
+        ("KVTIER_LOGLEVEL", "KVTIER_LOG__LEVEL"),
+        ("KVTIER_PORT", "KVTIER_HTTP__PORT"),
+        ("KVTIER_SOCKET_PATH", "KVTIER_SOCKET"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_named_with_the_right_spelling(monkeypatch, name, nearest):
+    monkeypatch.setenv(name, "1GiB")
+    sentence = refusal(load_settings)
+    assert f"variable {name} is not a setting" in sentence
+    assert sentence.endswith(f"is {nearest}.")
+
+
+def test_every_key_can_be_set_by_the_environment(monkeypatch):
+    values = {
+        "KVTIER_SOCKET": "/tmp/e.sock",
+        "KVTIER_ALLOW_GROUP": "root",
+        "KVTIER_SHUTDOWN_SECONDS": "9",
+        "KVTIER_HTTP__HOST": "localhost",
+        "KVTIER_HTTP__PORT": "1234",
+        "KVTIER_HOST__CAPACITY": "64MiB",
+        "KVTIER_HOST__POLICY": "lru",
+        "KVTIER_HOST__HIGH_WATERMARK": "0.9",
+        "KVTIER_HOST__LOW_WATERMARK": "0.8",
+        "KVTIER_HOST__HUGE_PAGES": "never",
+        "KVTIER_LOG__LEVEL": "debug",
+    }
+    assert len(values) == len(descriptions())
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    effective = load_settings().effective()
+    for name, value in values.items():
+        section, _, key = name.removeprefix("KVTIER_").lower().rpartition("__")
+        found = effective[section][key] if section else effective[key]
+        assert str(found).removesuffix(".0") == value
+
+
+def test_a_wrong_value_from_the_environment_is_named_by_its_variable(monkeypatch):
+    monkeypatch.setenv("KVTIER_HOST__CAPACITY", "20G")
+    assert "host.capacity (in KVTIER_HOST__CAPACITY)" in refusal(load_settings)
+
+
+def test_variables_that_kubernetes_sets_for_a_service_of_our_name_do_not_stop_the_start(
+    monkeypatch,
+):
+    monkeypatch.setenv("KVTIER_SERVICE_HOST", "10.0.0.7")
+    monkeypatch.setenv("KVTIER_SERVICE_PORT_HTTP", "9555")
+    monkeypatch.setenv("KVTIER_PORT", "tcp://10.0.0.7:9555")
+    monkeypatch.setenv("KVTIER_PORT_9555_TCP_ADDR", "10.0.0.7")
+    assert load_settings().http.port == 9555
+
+
+# Wrong values.
+
+
+@pytest.mark.parametrize("size", ["5", '"5"', '"10%"', "20G", "-1", "0", "null", "yes", "[1GiB]"])
+def test_a_size_without_a_unit_is_refused_naming_the_key_and_a_good_example(load, size):
+    sentence = refusal(load, f"host: {{capacity: {size}}}")
+    assert sentence.startswith("host.capacity (in ")
+    assert re.search(r'for example "\d+GiB"', sentence)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("host: {policy: lruu}", ["host.policy", '"lruu"', "nearest is lru"]),
+        ("host: {policy: ''}", ["host.policy", "lru"]),
+        ("host: {huge_pages: allways}", ["host.huge_pages", "nearest is always"]),
+        ("log: {level: WARN}", ["log.level", '"WARN"', "nearest is warning"]),
+        ("host: {low_watermark: 0.98}", ["host.low_watermark (0.98)", "host.high_watermark"]),
+        ("host: {high_watermark: 0.5}", ["host.low_watermark (0.95)", "host.high_watermark"]),
+        ("host: {high_watermark: 1.5}", ["host.high_watermark", "1.5"]),
+        ("host: {high_watermark: 98%}", ["host.high_watermark", '"98%"']),
+        ("host: {low_watermark: .nan}", ["host.low_watermark", "nan"]),
+        ("http: {port: 65536}", ["http.port", "65536", "65535"]),
+        ("http: {port: http}", ["http.port", '"http"']),
+        ("http: {port: true}", ["http.port", "True"]),
+        ("http: {host: 0.0.0.0}", ["http.host", '"0.0.0.0"', '"127.0.0.1"']),
+        ("http: {host: '::'}", ["http.host", '"::"', '"127.0.0.1"']),
+        ("http: {host: example}", ["http.host", '"example"', '"127.0.0.1"']),
+        ("shutdown_seconds: 0", ["shutdown_seconds", "greater than 0"]),
+        ("shutdown_seconds: .inf", ["shutdown_seconds", "inf"]),
+        ("allow_group: no-such-group", ["allow_group", '"no-such-group"']),
+        ("socket: ''", ["socket", "path"]),
+        ("socket: 5", ["socket", "path"]),
+        ("host: 5", ["host", "5", "host.capacity"]),
+        ("host:", ["host", "host.capacity"]),
+        ("- host", ["must hold keys"]),
+        ("host: {capacity: 1GiB", ["not valid YAML", "line 1"]),
+        ("host: {5: 1}", ["host"]),
+    ],
+)
+def test_a_wrong_value_is_refused_naming_the_key_and_what_is_right(load, text, parts):
+    sentence = refusal(load, text)
+    for part in parts:
+        assert part in sentence
+
+
+def test_a_capacity_larger_than_the_machine_is_refused_naming_both(load):
+    memory, _ = machine_memory()
+    above = memory // 2**30 + 1
+    sentence = refusal(load, f"host: {{capacity: {above}GiB}}")
+    assert f"host.capacity ({above}GiB) is larger than" in sentence
+    assert f"{memory / 2**30:.1f}GiB" in sentence
+
+
+def test_a_capacity_just_below_the_machine_is_taken(load):
+    below = machine_memory()[0] // 2**30
+    assert load(f"host: {{capacity: {below}GiB}}").host.capacity == below * 2**30
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "binary"])
+def test_a_settings_file_that_cannot_be_read_is_named(tmp_path, kind):
+    file = tmp_path / "settings.yaml"
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "binary":
+        file.write_bytes(b"\xff\xfe\x00")
+    assert str(file) in refusal(load_settings, file)
+
+
+def test_an_empty_file_is_all_defaults(load):
+    assert load("# nothing\n") == Settings()
+
+
+def test_a_relative_socket_becomes_absolute_so_that_engines_find_it(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("socket: kv.sock").socket == tmp_path / "kv.sock"

@@ -1,0 +1,244 @@
+"""The hierarchy against a dict model: store, lookup, lease, evict, disconnect, reset, full tier.
+
+Two namespaces with different slot sizes share a small budget, so that blocks are evicted, slabs
+move and slots run out all the time. The model remembers which key's bytes were copied into each
+slot; what a lease gives must still hold the right ones when it ends.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kvtier.core import EvictReason, Role, StoreOutcome
+from kvtier.integrity import check_integrity
+from support import chain, hierarchy, manifest
+
+SLOTS = 40
+MANIFESTS = {"small": manifest(), "large": manifest(shard_bytes=3 * 4096)}
+CHAINS = {name: chain(name, 9) for name in ("a", "b", "c")}
+BRANCH = [*CHAINS["a"][:4], *chain("branch", 4)]
+PROMPTS = [*CHAINS.values(), BRANCH]
+
+
+class Sight:
+    """What the model knows of one namespace: visible keys and what lies in each slot."""
+
+    def __init__(self) -> None:
+        self.visible: dict[bytes, int] = {}
+        self.parents: dict[bytes, bytes] = {}
+        self.content: dict[int, bytes] = {}
+
+
+class HierarchyMachine(RuleBasedStateMachine):
+    """Engines come and go, store, look up and lose their connections."""
+
+    @initialize()
+    def begin(self):
+        self.cache = hierarchy(SLOTS, clock=lambda: 0.0, high_watermark=0.9, low_watermark=0.8)
+        self.sight = {name: Sight() for name in MANIFESTS}
+        self.sessions = []
+        self.reserved: dict[int, set[int]] = {}
+        self.leases: dict[tuple[int, str], list[bytes]] = {}
+        self.engines = 0
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            for session in self.sessions:
+                self.cache.close_session(session)
+            check_integrity(self.cache)
+            for space in self.cache.directory.namespaces.values():
+                assert not any(block.leases for block in space.blocks.values())
+                assert not space.doomed
+                assert len(space.pool.free) + len(space.blocks) == space.pool.total
+            self.cache.host.close()
+
+    def schedulers(self):
+        return [session for session in self.sessions if session.role is Role.SCHEDULER]
+
+    def name(self, session):
+        return next(n for n, m in MANIFESTS.items() if m == session.space.manifest)
+
+    @rule(kind=st.sampled_from(sorted(MANIFESTS)), workers=st.integers(0, 2))
+    def engine_connects(self, kind, workers):
+        if len(self.sessions) < 12:
+            self.engines += 1
+            engine = f"engine-{self.engines}"
+            roles = [Role.SCHEDULER] + [Role.WORKER] * workers
+            self.sessions += [
+                self.cache.open_session(role, engine, 0, 1, MANIFESTS[kind]) for role in roles
+            ]
+
+    @precondition(lambda self: self.schedulers())
+    @rule(data=st.data())
+    def scheduler_reconnects(self, data):
+        """The slots of the lost session stay untouched until the engine settles."""
+        lost = data.draw(st.sampled_from(self.schedulers()), "session")
+        workers = [s for s in self.sessions if s.engine is lost.engine and s.role is Role.WORKER]
+        held = set(lost.reserved) | {
+            block.slot for blocks in lost.leases.values() for block in blocks
+        }
+        self.close(lost)
+        fresh = self.cache.open_session(
+            Role.SCHEDULER, lost.engine.name, 0, 1, lost.space.manifest
+        )
+        self.sessions.append(fresh)
+        free = set(lost.space.pool.free)
+        if workers:
+            assert not held & free, "a worker may still copy from and to these"
+            assert fresh.engine.released < lost.number or not held
+        else:
+            assert fresh.engine.released >= lost.number or not held
+        if data.draw(st.booleans(), "settle"):
+            self.cache.settle(fresh)
+            assert fresh.engine.released >= lost.number or not held
+            assert not fresh.engine.limbo
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data())
+    def session_disconnects(self, data):
+        self.close(data.draw(st.sampled_from(self.sessions), "session"))
+
+    def close(self, session):
+        self.sessions.remove(session)
+        self.cache.close_session(session)
+        self.reserved.pop(session.number, None)
+        for number, request in list(self.leases):
+            if number == session.number:
+                del self.leases[number, request]
+
+    @precondition(lambda self: self.schedulers())
+    @rule(data=st.data(), need=st.integers(0, 12), stock=st.integers(0, 8))
+    def reserve(self, data, need, stock):
+        session = data.draw(st.sampled_from(self.schedulers()), "session")
+        moves = self.cache._metrics.evictions.labels("host", EvictReason.SLAB_MOVE)._value.get()
+        before = {name: dict(sight.visible) for name, sight in self.sight.items()}
+        slots = self.cache.reserve(session, need, stock)
+        assert len(set(slots)) == len(slots)
+        held = self.reserved.setdefault(session.number, set())
+        assert not held & set(slots), "a slot is promised once"
+        held.update(slots)
+        moved = moves < self.cache._metrics.evictions.labels(
+            "host", EvictReason.SLAB_MOVE
+        )._value.get()
+        self.follow_evictions(before, moved)
+
+    def follow_evictions(self, before, moved):
+        leased = {key for keys in self.leases.values() for key in keys}
+        for name, sight in self.sight.items():
+            space = self.cache.directory.namespaces.get(MANIFESTS[name].digest())
+            now = {} if space is None else space.blocks
+            gone = before[name].keys() - now.keys()
+            assert not now.keys() - before[name].keys(), "reserving makes nothing visible"
+            assert not {(name, key) for key in gone} & leased, "a leased block stays"
+            if not moved:
+                parents = {sight.parents.get(key) for key in now}
+                assert not gone & parents, "a chain's tail goes before its head"
+            for key in gone:
+                del sight.visible[key]
+
+    @precondition(lambda self: any(self.reserved.values()))
+    @rule(data=st.data(), keys=st.sampled_from(PROMPTS), start=st.integers(0, 7))
+    def commit(self, data, keys, start):
+        session = self.owner_of_slots(data)
+        name = self.name(session)
+        sight = self.sight[name]
+        held = self.reserved[session.number]
+        slots = sorted(held)[: data.draw(st.integers(1, 4), "count")]
+        part = keys[start : start + len(slots)]
+        slots = slots[: len(part)]
+        for slot, key in zip(slots, part, strict=True):
+            sight.content[slot] = key
+        parent = keys[start - 1] if start else b""
+        self.cache.commit(session, parent, part, slots)
+        held.difference_update(slots)
+        for slot, key in zip(slots, part, strict=True):
+            if key not in sight.visible:
+                sight.visible[key] = slot
+                sight.parents[key] = parent if parent in sight.visible else b""
+            parent = key
+
+    @precondition(lambda self: any(self.reserved.values()))
+    @rule(data=st.data())
+    def abort(self, data):
+        session = self.owner_of_slots(data)
+        slots = sorted(self.reserved[session.number])[:3]
+        self.cache.abort(session, slots)
+        self.reserved[session.number].difference_update(slots)
+
+    def owner_of_slots(self, data):
+        owners = [s for s in self.schedulers() if self.reserved.get(s.number)]
+        return data.draw(st.sampled_from(owners), "session")
+
+    @precondition(lambda self: self.schedulers())
+    @rule(data=st.data())
+    def a_foreign_slot_is_not_committed(self, data):
+        session = data.draw(st.sampled_from(self.schedulers()), "session")
+        counted = self.cache.traffic().stores[StoreOutcome.UNKNOWN_SLOT]
+        self.cache.commit(session, b"", chain("never", 1), [1 << 40])
+        self.cache.abort(session, [1 << 40])
+        assert self.cache.traffic().stores[StoreOutcome.UNKNOWN_SLOT] == counted + 2
+
+    @precondition(lambda self: self.schedulers())
+    @rule(
+        data=st.data(),
+        keys=st.sampled_from(PROMPTS),
+        start=st.integers(0, 9),
+        request=st.sampled_from("xyz"),
+    )
+    def lookup(self, data, keys, start, request):
+        session = data.draw(st.sampled_from(self.schedulers()), "session")
+        sight = self.sight[self.name(session)]
+        start = min(start, len(keys))
+        slots, absent = self.cache.lookup(session, request, keys, start)
+        expected = []
+        for key in keys[start:]:
+            if key not in sight.visible:
+                break
+            expected.append(key)
+        assert [sight.content[slot] for slot in slots] == expected, "the right bytes, all of them"
+        assert absent == [at for at in range(start) if keys[at] not in sight.visible]
+        self.leases[session.number, request] = [(self.name(session), key) for key in expected]
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data):
+        number, request = data.draw(st.sampled_from(sorted(self.leases)), "lease")
+        session = next(s for s in self.sessions if s.number == number)
+        sight = self.sight[self.name(session)]
+        for block in session.leases.get(request, ()):
+            assert sight.content[block.slot] == block.key, "leased bytes are never overwritten"
+        self.cache.release(session, request)
+        del self.leases[number, request]
+
+    @precondition(lambda self: self.schedulers())
+    @rule(data=st.data(), keys=st.sampled_from(PROMPTS))
+    def touch(self, data, keys):
+        self.cache.touch(data.draw(st.sampled_from(self.schedulers()), "session"), keys)
+
+    @precondition(lambda self: self.schedulers())
+    @rule(data=st.data())
+    def reset(self, data):
+        session = data.draw(st.sampled_from(self.schedulers()), "session")
+        sight = self.sight[self.name(session)]
+        assert self.cache.reset(session.space) == len(sight.visible)
+        sight.visible.clear()
+        for lease in self.leases:
+            self.leases[lease] = [
+                (name, key) for name, key in self.leases[lease] if name != self.name(session)
+            ]
+
+    @invariant()
+    def integrity(self):
+        if hasattr(self, "cache"):
+            check_integrity(self.cache)
+            for name, sight in self.sight.items():
+                space = self.cache.directory.namespaces.get(MANIFESTS[name].digest())
+                blocks = {} if space is None else space.blocks
+                assert {k: b.slot for k, b in blocks.items()} == sight.visible
+
+
+HierarchyMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
+)
+TestHierarchy = HierarchyMachine.TestCase

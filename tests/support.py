@@ -1,0 +1,68 @@
+"""What several test folders need: small hierarchies, manifests and chains of keys."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable
+
+from kvtier.core import PAGE_BYTES, Manifest
+from kvtier.hierarchy import Hierarchy
+from kvtier.metrics import Metrics
+from kvtier.tiers.host import HostOptions, HostTier
+from kvtier.tiers.slab import HugePages
+
+MANIFEST = Manifest(
+    model="test",
+    weights="w",
+    quantization="None",
+    dtype="float32",
+    kv_dtype="auto",
+    block_tokens=16,
+    layers=2,
+    layout="flat",
+    shard_bytes=PAGE_BYTES,
+    shards=1,
+    hash_algorithm="sha256_cbor",
+    hash_seed="0",
+)
+
+
+def manifest(**fields: object) -> Manifest:
+    """Return a manifest that differs from `MANIFEST` in the given fields."""
+    return dataclasses.replace(MANIFEST, **fields)
+
+
+def host_tier(slots: int, **options: object) -> HostTier:
+    """Return an allocated host tier of so many slots of one page."""
+    tier = HostTier(
+        HostOptions(slots * PAGE_BYTES, huge_pages=HugePages.NEVER, **options), Metrics()
+    )
+    asyncio.run(tier.allocate())
+    return tier
+
+
+def hierarchy(slots: int, clock: Callable[[], float] = time.monotonic, **options: object):
+    """Return a hierarchy over `host_tier`. Close its `host` after use."""
+    tier = host_tier(slots, **options)
+    return Hierarchy(tier, tier._metrics, clock)
+
+
+def chain(name: str, blocks: int) -> list[bytes]:
+    """Return the keys of a chain: equal names give equal chains, of which a prefix is a prefix."""
+    keys = []
+    parent = hashlib.sha256(name.encode()).digest()
+    for _ in range(blocks):
+        parent = hashlib.sha256(parent).digest()
+        keys.append(parent)
+    return keys
+
+
+def until(done: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    """Poll until `done`, or fail saying `what` did not come."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
