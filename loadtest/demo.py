@@ -1,8 +1,9 @@
 """What kvtier earns, shown on a real model through the OpenAI client.
 
-A chapter of Python's own documentation and three questions about it: answered cold, again from
-the device (L0), after the device forgot them, after a restart of the engine, and in a second
-engine beside it, the last three from host memory (L1). Greedy answers must be the cold ones.
+Two chapters of Python's own documentation, and a question of each of three users about them:
+answered cold; again, from the device (L0); and from host memory (L1) after the device forgot all,
+after a restart of the engine, and in a second engine beside it. Greedy answers must be the cold
+ones.
 
     python -m loadtest.demo [--json FILE]
 """
@@ -14,6 +15,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -32,12 +34,13 @@ from .stack import CPU_ENGINE_OPTIONS, Part, StackError, start_server, start_up
 
 CHAPTERS = ("execmodel", "with")
 """Topics of Python's documentation, which comes with every Python: about 3,000 tokens."""
-QUESTIONS = (
-    "What is a block in Python?",
-    "Where are names resolved when a function is called?",
-    "What does the with statement do when an exception is raised in its body?",
-)
-ANSWER_TOKENS = 24
+QUESTIONS = {
+    "Ada": "What is a scope?",
+    "Ben": "What is a free variable?",
+    "Cyd": "What does the with statement do?",
+}
+"""By user. A user is a `cache_salt`, and finds no other's blocks: each first question is cold."""
+ANSWER_TOKENS = 20
 CAPACITY = "1GiB"
 MODEL_TOKENS = 4096
 ENGINE_MEMORY = str(10**9)
@@ -113,10 +116,9 @@ class Engine:
         self.name = name
         self._client = OpenAI(base_url=f"{part.url}/v1", api_key="none", max_retries=0)
 
-    def ask(self, question: str, salt: str | None = None) -> Answer:
-        """Return the greedy answer. A request with another `salt` shares no cached block."""
+    def ask(self, user: str, question: str) -> Answer:
+        """Return the greedy answer, streamed. Raises DemoError if there is none."""
         before = self._cached_by_source()
-        extra = {"cache_salt": salt} if salt else {}
         began = time.perf_counter()
         stream = self._client.chat.completions.create(
             model=self.name,
@@ -126,7 +128,7 @@ class Engine:
             max_tokens=ANSWER_TOKENS,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body=extra,
+            extra_body={"cache_salt": user},
         )
         pieces, first, usage = [], 0.0, None
         for chunk in stream:
@@ -171,6 +173,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=model.DEFAULT_FOLDER, help="model folder")
     options = parser.parse_args()
     screen = Screen()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         steps = _prepare_and_run(screen, options.model)
         _show(screen, steps)
@@ -217,10 +220,11 @@ class _Stack:
         options = [self._model, *CPU_ENGINE_OPTIONS, "--max-model-len", str(MODEL_TOKENS)]
         options += ["--kv-cache-memory-bytes", ENGINE_MEMORY]
         up = ["--socket", str(self._folder / "server.sock")]
-        parts = [start_up(self._folder, up, options, name) for name in names]
-        for part in parts:
-            self._ends.callback(part.stop)
-        with self._screen.doing(f"starting vLLM: {' and '.join(names)} (about half a minute)"):
+        parts = []
+        for name in names:
+            parts.append(start_up(self._folder, up, options, name))
+            self._ends.callback(parts[-1].stop)
+        with self._screen.doing(f"starting vLLM: {' and '.join(names)} (up to a minute)"):
             for part in parts:
                 part.wait()
         engines = [Engine(part, self._model) for part in parts]
@@ -232,29 +236,26 @@ class _Stack:
 def _run(stack: _Stack, screen: Screen) -> list[Step]:
     """Return all steps of the demo, measured."""
 
-    def step(name: str, source: str, ask: Callable[[int, str], Answer]) -> Step:
+    def step(name: str, source: str, engine: Engine) -> Step:
+        answers = []
         with screen.doing(f"{name}: {len(QUESTIONS)} questions"):
-            return Step(name, source, [ask(index, each) for index, each in enumerate(QUESTIONS)])
-
-    def from_host(engine: Engine) -> Callable[[int, str], Answer]:
-        def ask(_: int, question: str) -> Answer:
-            engine.forget()
-            return engine.ask(question)
-
-        return ask
+            for user, question in QUESTIONS.items():
+                if source == "host":
+                    engine.forget()
+                answers.append(engine.ask(user, question))
+        return Step(name, source, answers)
 
     (engine,) = stack.engines("engine A")
-    # The salts keep the later questions from finding the first one's document: all are cold.
-    cold = step("cold", "none", lambda index, each: engine.ask(each, f"salt-{index}" * bool(index)))
-    for index, answer in enumerate(cold.answers):
-        screen.console.print(f"  [dim]{QUESTIONS[index]}[/]\n    {answer.text!r}", soft_wrap=True)
-    steps = [cold, step("again", "device", lambda _, each: engine.ask(each))]
-    steps.append(step("after reset_prefix_cache", "host", from_host(engine)))
+    steps = [step("cold", "none", engine)]
+    for answer in steps[0].answers:
+        screen.console.print(f"  [dim]{answer.question}[/] {answer.text!r}", soft_wrap=True)
+    steps.append(step("again", "device", engine))
+    steps.append(step("L0 emptied", "host", engine))
     with screen.doing("stopping engine A; the server keeps running"):
         engine.part.stop()
-    restarted, second = stack.engines("engine A again", "engine B")
-    steps.append(step("after an engine restart", "host", from_host(restarted)))
-    steps.append(step("in a second engine", "host", from_host(second)))
+    restarted, second = stack.engines("engine A", "engine B")
+    steps.append(step("engine restarted", "host", restarted))
+    steps.append(step("second engine", "host", second))
     return steps
 
 
@@ -263,7 +264,7 @@ def _document() -> str:
 
 
 def _show(screen: Screen, steps: Sequence[Step]) -> None:
-    table = Table(title=f"SmolLM2-135M, {len(QUESTIONS)} questions a step, medians")
+    table = Table(title=f"medians of {len(QUESTIONS)} questions", title_justify="left")
     table.add_column("step")
     for column in ("prompt tokens", "from L0", "from L1", "TTFT", "gain"):
         table.add_column(column, justify="right")

@@ -44,6 +44,8 @@ class Part:
     """Path that answers 200 as soon as it is ready."""
     limit: float
     """Longest wait for that, in seconds."""
+    socket: Path | None = None
+    """Where engines connect, if it is a kvtier server."""
     stopped: bool = field(default=False, init=False)
 
     def wait(self, tick: Callable[[], None] = lambda: None) -> None:
@@ -104,10 +106,11 @@ class Part:
 def start_server(folder: Path, *options: str, name: str = "server") -> Part:
     """Start `kvtier serve` with its socket and log in `folder`. Returns at once."""
     port = free_port(LOOPBACK)
-    command = ["-m", "kvtier", "serve", "--socket", str(folder / f"{name}.sock")]
+    socket = folder / f"{name}.sock"
+    command = ["-m", "kvtier", "serve", "--socket", str(socket)]
     command += ["--port", str(port), *options]
     child, log = _start("the kvtier server", command, folder / f"{name}.log", {})
-    return Part(child, f"http://{LOOPBACK}:{port}", log, "/readyz", SERVER_SECONDS)
+    return Part(child, f"http://{LOOPBACK}:{port}", log, "/readyz", SERVER_SECONDS, socket)
 
 
 def start_up(folder: Path, up: Sequence[str], engine: Sequence[str], name: str) -> Part:
@@ -127,6 +130,14 @@ def start_vllm(
     command += ["--port", str(port), "--enable-prompt-tokens-details", *engine]
     child, log = _start(f"vLLM ({name})", command, folder / f"{name}.log", environment)
     return Part(child, f"http://{LOOPBACK}:{port}", log, "/health", ENGINE_SECONDS)
+
+
+def start_part(
+    folder: Path, name: str, command: Sequence[str], environment: Mapping[str, str]
+) -> Part:
+    """Start Python with the arguments `command`: a part that answers no HTTP. Returns at once."""
+    child, log = _start(name, command, folder / f"{name}.log", environment)
+    return Part(child, "", log, "", ENGINE_SECONDS)
 
 
 def _start(

@@ -4,11 +4,14 @@ A random model easily says one token for ever, whatever its KV holds, and would 
 about a cache. This one is initialised so that each answer depends on every part of its prompt:
 wide attention and value projections let the context outweigh the last token. Its tokenizer has
 one token a byte and is made here, so nothing is downloaded.
+
+    python -m loadtest.tiny DIR
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,7 +22,7 @@ HEAD_SIZE = 64
 POSITIONS = 4096
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")
 SEED = 20
-"""Chosen by `tests/vllm/test_tiny_model.py`'s claims, which hold for this seed."""
+"""`tests/vllm/test_tiny_model.py` holds with it."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -105,3 +108,7 @@ def _spread(name: str) -> float:
     if "q_proj" in name or "k_proj" in name:
         return 0.12
     return 0.08
+
+
+if __name__ == "__main__":
+    print(tiny_model(Path(sys.argv[1])))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 PR_SET_PDEATHSIG = 1
-GROUP_GONE_SECONDS = 2.0
+GROUP_GONE_SECONDS = 1.0
 """Longest wait for killed processes of a group to be gone; an init that never reaps keeps them."""
 POLL_SECONDS = 0.02
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -152,7 +152,8 @@ class _Connection:
                 if self._closed:
                     return
         except ProtocolError as error:
-            log.warning("closed process %d's session: %s", self._pid, error)
+            level = logging.DEBUG if self._session is None else logging.WARNING
+            log.log(level, "closed process %d's session: %s", self._pid, error)
             self.close(error.reason)
         except HelloRefused as refusal:
             log.warning("refused process %d: %s", self._pid, refusal)

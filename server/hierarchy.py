@@ -29,7 +29,7 @@ from .sessions import Engine, Limbo, Session
 from .tiers.host import HostTier
 
 STOCK_SHARE = 8
-"""One session's stock of free slots is at most the pool's slots ÷ this."""
+"""The stocks of free slots of all sessions together are at most the pool's slots ÷ this."""
 
 
 class Hierarchy:
@@ -127,8 +127,9 @@ class Hierarchy:
             if (slot := self._evictor.make_room(space, need - len(granted))) is None:
                 break
             granted.append(slot)
+        held = sum(len(one.reserved) for one in self._all_sessions() if one.space is space)
         most = (pool.total + self.host.growable(pool)) // STOCK_SHARE
-        room = min(stock, most) - len(session.reserved) - len(granted)
+        room = min(stock - len(session.reserved), most - held) - len(granted)
         for _ in range(min(room, self._evictor.spare(pool))):
             slot = self.host.take(pool)
             assert slot is not None, "the pool has this many slots to spare"

@@ -1,6 +1,60 @@
-"""Makes `tests/support.py` importable from every test folder."""
+"""Makes `tests/support.py` and `tests/servers.py` importable, and starts real servers."""
 
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+from plane import Plane
+from servers import Served, clean_environment
+
+CAPACITY = "64MiB"
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Start servers; each ends with the test."""
+    started = []
+
+    def start(*arguments, socket=None, **environment):
+        served_socket = socket or tmp_path / "kvtier.sock"
+        stderr = tmp_path / f"stderr-{len(started)}"
+        command = ["serve", "--socket", served_socket, "--port", "0"]
+        if "--capacity" not in arguments:
+            command += ["--capacity", CAPACITY]
+        with stderr.open("wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvtier", *map(str, [*command, *arguments])],
+                stderr=sink,
+                stdout=subprocess.DEVNULL,
+                env=clean_environment(**environment),
+            )
+        started.append(process)
+        return Served(process, served_socket, stderr)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def planes(tmp_path):
+    """A factory of planes; each is stopped, with its integrity checked, at the end."""
+    started = []
+
+    def start(slots=64, name="k.sock"):
+        started.append(Plane(tmp_path / name, slots))
+        return started[-1]
+
+    yield start
+    for plane in started:
+        plane.stop()
+
+
+@pytest.fixture
+def plane(planes):
+    return planes()

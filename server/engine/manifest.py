@@ -178,10 +178,10 @@ def _snapshot(model: str, revision: str | None) -> Path | None:
 def _sample(file: Path, digest: Any) -> None:
     size = file.stat().st_size
     digest.update(f"\0{file.name}\0{size}\0".encode())
-    step = max((size - SAMPLE_BYTES) // (SAMPLES_A_FILE - 1), 1)
+    last = max(size - SAMPLE_BYTES, 0)
     with file.open("rb") as stream:
         for number in range(SAMPLES_A_FILE):
-            stream.seek(min(number * step, max(size - SAMPLE_BYTES, 0)))
+            stream.seek(last * number // (SAMPLES_A_FILE - 1))
             digest.update(stream.read(SAMPLE_BYTES))
 
 

@@ -1,97 +1,16 @@
-"""A data plane in a thread of its own, with its hierarchy at hand."""
+"""Clients of a data plane."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
-from pathlib import Path
 
 import pytest
-import uvloop
 from kvtier.client import Client, ClientOptions
-from kvtier.core import PAGE_BYTES, Role
-from kvtier.dataplane import DataPlane, DataPlaneOptions
-from kvtier.hierarchy import Hierarchy
-from kvtier.integrity import check_integrity
-from kvtier.metrics import Metrics
+from kvtier.core import Role
 from kvtier.protocol import PROTOCOL_VERSION, Hello
-from kvtier.tiers.host import HostOptions, HostTier
-from kvtier.tiers.slab import HugePages
 from support import MANIFEST
 
 LOG = logging.getLogger("test.client")
-
-
-class Plane:
-    """A running data plane over `slots` slots of one page."""
-
-    def __init__(self, path: Path, slots: int) -> None:
-        self.path = path
-        self.metrics = Metrics()
-        self.host = HostTier(
-            HostOptions(slots * PAGE_BYTES, huge_pages=HugePages.NEVER), self.metrics
-        )
-        self.cache = Hierarchy(self.host, self.metrics, lambda: 0.0)
-        self.plane = DataPlane(self.cache, self.metrics, DataPlaneOptions(path))
-        self.loop = uvloop.new_event_loop()
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-        self.await_(self.host.allocate())
-        self.await_(self.plane.start())
-
-    def _run(self):
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        self.loop.close()
-
-    def await_(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
-
-    def do(self, function, *arguments):
-        """Run a function on the loop, which owns all state."""
-
-        async def call():
-            return function(*arguments)
-
-        return self.await_(call())
-
-    def closes(self, reason: str) -> float:
-        return self.do(self.metrics.session_closes.labels(reason)._value.get)
-
-    def client(self, role=Role.SCHEDULER, engine="engine", rank=0, manifest=MANIFEST, **options):
-        hello = Hello(PROTOCOL_VERSION, role, engine, rank, manifest)
-        client = Client(ClientOptions(self.path, **options), hello, LOG)
-        client.start()
-        return client
-
-    def stop(self):
-        if self.thread.is_alive():
-            self.do(check_integrity, self.cache)
-            self.await_(self.plane.stop())
-            self.do(check_integrity, self.cache)
-            self.do(self.host.close)
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join(20)
-
-
-@pytest.fixture
-def planes(tmp_path):
-    """A factory of planes; each is stopped, with its integrity checked, at the end."""
-    started = []
-
-    def start(slots=64, name="k.sock"):
-        started.append(Plane(tmp_path / name, slots))
-        return started[-1]
-
-    yield start
-    for plane in started:
-        plane.stop()
-
-
-@pytest.fixture
-def plane(planes):
-    return planes()
 
 
 @pytest.fixture
@@ -101,6 +20,22 @@ def clients(plane):
 
     def connect(**options):
         opened.append(plane.client(**options))
+        return opened[-1]
+
+    yield connect
+    for client in opened:
+        client.close()
+
+
+@pytest.fixture
+def connect_to():
+    """A factory of clients of a real server."""
+    opened = []
+
+    def connect(server, role=Role.SCHEDULER, engine="engine", manifest=MANIFEST, **options):
+        hello = Hello(PROTOCOL_VERSION, role, engine, 0, manifest)
+        opened.append(Client(ClientOptions(server.socket, **options), hello, LOG))
+        opened[-1].start()
         return opened[-1]
 
     yield connect
