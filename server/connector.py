@@ -31,7 +31,7 @@ log = init_logger("vllm.kvtier")
 
 def register() -> None:
     """Make the connector known to vLLM by name. Called in every process, any number of times."""
-    if NAME not in KVConnectorFactory._registry:
+    if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 (it has no question for this)
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
 
 

@@ -79,9 +79,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             block.slot for blocks in lost.leases.values() for block in blocks
         }
         self.close(lost)
-        fresh = self.cache.open_session(
-            Role.SCHEDULER, lost.engine.name, 0, 1, lost.space.manifest
-        )
+        fresh = self.cache.open_session(Role.SCHEDULER, lost.engine.name, 0, 1, lost.space.manifest)
         self.sessions.append(fresh)
         free = set(lost.space.pool.free)
         if workers:
@@ -118,9 +116,9 @@ class HierarchyMachine(RuleBasedStateMachine):
         held = self.reserved.setdefault(session.number, set())
         assert not held & set(slots), "a slot is promised once"
         held.update(slots)
-        moved = moves < self.cache._metrics.evictions.labels(
-            "host", EvictReason.SLAB_MOVE
-        )._value.get()
+        moved = (
+            moves < self.cache._metrics.evictions.labels("host", EvictReason.SLAB_MOVE)._value.get()
+        )
         self.follow_evictions(before, moved)
 
     def follow_evictions(self, before, moved):

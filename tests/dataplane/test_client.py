@@ -1,4 +1,4 @@
-"""The client's promises: nothing raises, nothing waits past its deadline, it comes back by itself."""
+"""The client's promises: it never raises, never waits past a deadline, and comes back by itself."""
 
 from __future__ import annotations
 

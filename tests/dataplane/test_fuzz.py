@@ -40,7 +40,7 @@ def good_frame(rng, keys):
                 settled=rng.random() < 0.5,
             ),
             lambda: wire.MapSlab(number, number),
-            lambda: wire.Bye(),
+            wire.Bye,
         ]
     )()
 

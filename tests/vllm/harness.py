@@ -92,9 +92,10 @@ class Lab:
         self._ends = contextlib.ExitStack()
         self._names = (f"part{number}" for number in range(1000))
 
-    def server(self, *options: str) -> Part:
-        """Return a ready `kvtier serve`."""
-        part = start_server(self.folder, *(options or SERVER_OPTIONS), name=next(self._names))
+    def server(self, *options: str, name: str | None = None) -> Part:
+        """Return a ready `kvtier serve`; its socket is `name`.sock in the lab's folder."""
+        chosen = name or next(self._names)
+        part = start_server(self.folder, *(options or SERVER_OPTIONS), name=chosen)
         return self._ready(part)
 
     def up(self, socket: Path, *options: str, engine: Sequence[str] = ()) -> OnlineEngine:

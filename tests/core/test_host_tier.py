@@ -1,0 +1,133 @@
+"""The host tier's memory: as large as its setting, no larger, and steady."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+
+import pytest
+from kvtier.core import PAGE_BYTES, Role, SlotState
+from kvtier.errors import HelloRefused, StartError
+from kvtier.integrity import check_integrity
+from kvtier.metrics import Metrics
+from kvtier.tiers.host import HostOptions, HostTier, slab_size
+from kvtier.tiers.slab import HugePages
+from support import chain, hierarchy, manifest
+
+MIB = 1 << 20
+
+
+def allocated(capacity, pages=HugePages.NEVER):
+    tier = HostTier(HostOptions(capacity, huge_pages=pages), Metrics())
+    asyncio.run(tier.allocate())
+    return tier
+
+
+@pytest.mark.parametrize("capacity", [64 * 1024, MIB, 33 * MIB + 5000, 200 * MIB, 257 * MIB])
+def test_the_kernel_counts_what_the_setting_says(capacity):
+    tier = allocated(capacity)
+    assert 0.98 * capacity <= tier.allocated_bytes <= capacity
+    tier.close()
+
+
+def test_closing_gives_everything_back():
+    before = shared_memory()
+    tier = allocated(64 * MIB)
+    assert shared_memory() - before >= 60 * MIB
+    tier.close()
+    assert shared_memory() - before < 8 * MIB
+
+
+def shared_memory():
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
+
+
+def test_huge_pages_that_are_not_there_are_asked_for_politely():
+    tier = allocated(64 * MIB, HugePages.AUTO)
+    assert tier.allocated_bytes >= 62 * MIB
+    tier.close()
+
+
+def test_huge_pages_that_must_be_there_stop_the_start():
+    if free_huge_pages():
+        pytest.skip("this machine has huge pages to give")
+    with pytest.raises(StartError, match=r"vm\.nr_hugepages"):
+        allocated(64 * MIB, HugePages.ALWAYS)
+
+
+def free_huge_pages():
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("HugePages_Free"))
+
+
+def test_a_slab_is_a_sixteenth_of_the_budget_and_one_gib_at_most():
+    assert slab_size(64 * MIB) == 4 * MIB
+    assert slab_size(1000 << 30) == 1 << 30
+    assert slab_size(PAGE_BYTES) == PAGE_BYTES
+
+
+def test_a_block_larger_than_a_slab_is_refused_with_the_capacity_that_fits():
+    tier = allocated(64 * MIB)
+    with pytest.raises(HelloRefused, match=str(5 * MIB * 16)):
+        tier.open_pool("n", 5 * MIB)
+    tier.close()
+
+
+def test_ten_thousand_stores_and_evictions_leave_nothing_behind():
+    cache = hierarchy(128)
+    session = cache.open_session(Role.SCHEDULER, "e", 0, 1, manifest())
+
+    def store(number):
+        keys = chain(str(number), 3)
+        slots = cache.reserve(session, 3, 0)
+        cache.commit(session, b"", keys, slots)
+        cache.lookup(session, "r", keys, 0)
+
+    for number in range(2000):
+        store(number)
+    gc.collect()
+    before, memory = len(gc.get_objects()), cache.host.allocated_bytes
+    for number in range(2000, 12_000):
+        store(number)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 200
+    assert cache.host.allocated_bytes == memory
+    check_integrity(cache)
+    cache.host.close()
+
+
+def test_the_coldest_slab_moves_to_the_namespace_that_needs_it():
+    """A model that nobody asks any more gives its memory up, slab by slab, the coldest first."""
+    cache = hierarchy(160)
+    old = cache.open_session(Role.SCHEDULER, "old", 0, 1, manifest(model="old"))
+    for number in range(16):
+        keys = chain(f"old {number}", 10)
+        cache.commit(old, b"", keys, cache.reserve(old, 10, 0))
+    new = cache.open_session(Role.SCHEDULER, "new", 0, 1, manifest(model="new", shard_bytes=8192))
+    taken = []
+    for number in range(16):
+        keys = chain(f"new {number}", 5)
+        cache.commit(new, b"", keys, cache.reserve(new, 5, 0))
+        check_integrity(cache)
+        taken.append(len(new.space.pool.slabs))
+    assert taken[-1] >= 15
+    assert taken == sorted(taken)
+    [reading] = cache.tiers()
+    assert reading.slots[SlotState.COMMITTED] == len(old.space.blocks) + len(new.space.blocks)
+    cache.host.close()
+
+
+def test_a_hot_namespace_keeps_its_slabs_from_a_cold_one():
+    cache = hierarchy(160)
+    hot = cache.open_session(Role.SCHEDULER, "hot", 0, 1, manifest(model="hot"))
+    keys = chain("hot", 80)
+    cache.commit(hot, b"", keys, cache.reserve(hot, 80, 0))
+    cold = cache.open_session(Role.SCHEDULER, "cold", 0, 1, manifest(model="cold"))
+    for number in range(40):
+        cache.lookup(hot, "r", keys, 0)
+        cache.release(hot, "r")
+        cache.commit(cold, b"", chain(f"cold {number}", 8), cache.reserve(cold, 8, 0))
+    assert len(cache.lookup(hot, "r", keys, 0)[0]) == 80
+    cache.host.close()
