@@ -14,9 +14,11 @@ import itertools
 import logging
 import os
 import socket
+import stat
 import struct
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -217,6 +219,7 @@ class Link:
         try:
             self._sock.settimeout(deadline)
             self._sock.connect(os.fspath(path))
+            _check_owner(self._sock, path)
             self.send(hello, until)
             while not self._replies:
                 self._read(until)
@@ -271,6 +274,23 @@ class Link:
         if not data:
             raise ConnectionResetError("the server closed the connection")
         self._replies += map(wire.decode_reply, self._reader.feed(data))
+
+
+def _check_owner(sock: socket.socket, path: Path) -> None:
+    """Raise ProtocolError if another user listens where anybody could: blocks are trusted."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if not trusted(user, path.absolute().parents):
+        raise ProtocolError(
+            "refused", f"user {user} serves {path}, in a folder that anyone may have made"
+        )
+
+
+def trusted(user: int, folders: Iterable[Path]) -> bool:
+    """Return whether a server of `user` whose socket lies inside `folders` may hand us blocks."""
+    if user in (os.geteuid(), 0):
+        return True
+    return not any(folder.stat().st_mode & stat.S_IWOTH for folder in folders)
 
 
 def _left(until: float) -> float:

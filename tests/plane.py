@@ -34,10 +34,14 @@ class Plane:
         self.cache = Hierarchy(self.host, self.metrics, lambda: 0.0)
         self.plane = DataPlane(self.cache, self.metrics, DataPlaneOptions(path))
         self.loop = uvloop.new_event_loop()
-        self.thread = threading.Thread(target=self._run)
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
-        self.await_(self.host.allocate())
-        self.await_(self.plane.start())
+        try:
+            self.await_(self.host.allocate())
+            self.await_(self.plane.start())
+        except BaseException:
+            self._end()
+            raise
 
     def _run(self):
         asyncio.set_event_loop(self.loop)
@@ -69,6 +73,9 @@ class Plane:
             self.do(check_integrity, self.cache)
             self.await_(self.plane.stop())
             self.do(check_integrity, self.cache)
-            self.do(self.host.close)
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join(20)
+            self._end()
+
+    def _end(self):
+        self.do(self.host.close)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(20)

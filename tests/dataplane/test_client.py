@@ -11,7 +11,7 @@ import time
 
 import pytest
 from kvtier import protocol as wire
-from kvtier.client import Client, ClientOptions
+from kvtier.client import Client, ClientOptions, trusted
 from kvtier.core import Role
 from support import MANIFEST, chain, until
 
@@ -188,3 +188,12 @@ def test_a_frozen_server_is_left_alone_and_taken_up_again(serve, connect_to):
     finally:
         os.kill(server.process.pid, signal.SIGCONT)
     until(lambda: client.meet() and client.lookup("r", KEY, 0), "the thawed server")
+
+
+def test_another_users_server_is_trusted_only_where_not_everyone_may_write(tmp_path):
+    """Someone else could have made the folder in /tmp first, and answer in the server's place."""
+    other = os.geteuid() + 12345
+    assert trusted(os.geteuid(), [tmp_path])
+    for mode, expected in ((0o755, True), (0o777, False), (0o1777, False)):
+        tmp_path.chmod(mode)
+        assert trusted(other, [tmp_path]) is expected

@@ -8,7 +8,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]  # for harness.py and loadtest
 
-import harness  # noqa: E402
+import harness
 
 
 def pytest_collection_modifyitems(items):
