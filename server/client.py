@@ -30,6 +30,9 @@ READ_BYTES = 1 << 18
 CONTROL_BYTES = socket.CMSG_SPACE(4 * 8)
 """Room for the descriptors that may come with one read."""
 
+FAILURES = ("absent", "deadline", "disconnect", "protocol", "refused")
+"""Why a call failed, as `Client.failures` counts it."""
+
 Asked = wire.Lookup | wire.Step | wire.MapSlab | wire.Reset
 R = TypeVar("R", wire.Found, wire.Granted, wire.Mapped, wire.Done)
 
@@ -52,7 +55,7 @@ class Client:
 
     def __init__(self, options: ClientOptions, hello: wire.Hello, log: logging.Logger) -> None:
         self.failures: collections.Counter[str] = collections.Counter()
-        """Calls that failed, by reason: absent, deadline, disconnect, protocol, refused."""
+        """Calls that failed, by one of `FAILURES`."""
         self._options = options
         self._hello = hello
         self._log = log

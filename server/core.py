@@ -88,7 +88,6 @@ class Role(StrEnum):
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
-    OBSERVER = "observer"
 
 
 class StoreOutcome(StrEnum):
@@ -98,6 +97,7 @@ class StoreOutcome(StrEnum):
     DUPLICATE = "duplicate"
     ABORTED = "aborted"
     NO_SLOT = "no_slot"
+    """All slots were leased, reserved or not allocated yet; the engine may offer it again."""
     UNKNOWN_SLOT = "unknown_slot"
 
 

@@ -125,6 +125,7 @@ class Hierarchy:
         granted: list[int] = []
         while len(granted) < need:
             if (slot := self._evictor.make_room(space, need - len(granted))) is None:
+                self._count_store(StoreOutcome.NO_SLOT, need - len(granted))
                 break
             granted.append(slot)
         held = sum(len(one.reserved) for one in self._all_sessions() if one.space is space)
@@ -288,9 +289,9 @@ class Hierarchy:
     def _all_sessions(self) -> list[Session]:
         return [session for engine in self.engines.values() for session in engine.sessions.values()]
 
-    def _count_store(self, outcome: StoreOutcome) -> None:
-        self._stores[outcome] += 1
-        self._metrics.stores.labels(outcome).inc()
+    def _count_store(self, outcome: StoreOutcome, blocks: int = 1) -> None:
+        self._stores[outcome] += blocks
+        self._metrics.stores.labels(outcome).inc(blocks)
 
     def _slot_states(self) -> dict[SlotState, int]:
         spaces = self.directory.namespaces.values()

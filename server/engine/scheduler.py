@@ -8,6 +8,7 @@ before is never committed, and the server is told when no worker copies for it a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from .. import protocol as wire
 from ..client import Client
 from .plan import StepPlan, WorkerReport
+from .stats import MISSES, ConnectorStats
 
 STOCK = 32
 """Slots that the server is asked to keep ready for this engine."""
@@ -197,6 +199,13 @@ class SchedulerSide:
         for outstanding in self._outstanding.values():
             outstanding.discarded = True
         return self._client.reset() is not None
+
+    def take_stats(self) -> ConnectorStats | None:
+        """Return the misses by reason since the last call; None if there were none."""
+        failures, self._client.failures = self._client.failures, Counter()
+        if not failures:
+            return None
+        return ConnectorStats({f"{MISSES}:{why}": count for why, count in failures.items()})
 
     def close(self) -> None:
         """Leave the server."""

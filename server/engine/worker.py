@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from logging import Logger
 
@@ -19,6 +20,7 @@ from ..core import Manifest, unpack_slot
 from ..errors import EngineError
 from .paging import HostPaging
 from .plan import StepPlan, WorkerReport
+from .stats import ConnectorStats
 
 
 class WorkerSide:
@@ -27,8 +29,7 @@ class WorkerSide:
     def __init__(
         self, client: Client, paging: HostPaging, manifest: Manifest, rank: int, log: Logger
     ) -> None:
-        self.loaded_blocks = 0
-        self.stored_blocks = 0
+        self._stats = ConnectorStats()
         self._client = client
         self._paging = paging
         self._manifest = manifest
@@ -52,34 +53,46 @@ class WorkerSide:
         """Copy slots into blocks, before the forward pass that reads them."""
         if not plan.loads:
             return
+        began = time.perf_counter()
         valid = self._valid(plan)
+        failed = set()
         for block, slot in plan.loads:
             shard = self._shard(slot) if valid else None
             if shard is None:
-                self._failed_blocks.add(block)
+                failed.add(block)
             else:
                 self._paging.load(block, shard)
-                self.loaded_blocks += 1
-        if self._failed_blocks:
+        self._count("load", "loaded", len(plan.loads), len(failed), began)
+        if failed:
+            self._failed_blocks |= failed
             self._log.warning(
                 "%d of %d blocks could not be loaded and are computed again",
-                len(self._failed_blocks),
+                len(failed),
                 len(plan.loads),
             )
 
     def store(self, plan: StepPlan) -> None:
         """Copy blocks into slots, after the forward pass that filled them."""
-        valid = bool(plan.stores) and self._valid(plan)
-        for block, slot in plan.stores:
-            shard = self._shard(slot) if valid else None
-            if shard is None:
-                self._report.failed.add(slot)
-            else:
-                self._paging.store(block, shard)
-                self.stored_blocks += 1
+        if plan.stores:
+            began = time.perf_counter()
+            valid = self._valid(plan)
+            failed = set()
+            for block, slot in plan.stores:
+                shard = self._shard(slot) if valid else None
+                if shard is None:
+                    failed.add(slot)
+                else:
+                    self._paging.store(block, shard)
+            self._count("store", "stored", len(plan.stores), len(failed), began)
+            self._report.failed |= failed
         if plan.seq:
             self._report.done[plan.seq] = 1
         self._finished.update(plan.finished)
+
+    def take_stats(self) -> ConnectorStats | None:
+        """Return what was copied since the last call; None if nothing was."""
+        stats, self._stats = self._stats, ConnectorStats()
+        return None if stats.is_empty() else stats
 
     def take_finished(self) -> set[str]:
         """Return requests whose blocks may be freed since the last call."""
@@ -100,6 +113,12 @@ class WorkerSide:
         """Leave the server and let go of its memory."""
         self._client.close()
         self._slabs.clear()
+
+    def _count(self, kind: str, done: str, blocks: int, failed: int, began: float) -> None:
+        self._stats.add(f"{kind}_seconds", time.perf_counter() - began)
+        self._stats.add(f"{done}_blocks", blocks - failed)
+        self._stats.add(f"{done}_bytes", (blocks - failed) * self._manifest.shard_bytes)
+        self._stats.add(f"{kind}_failed_blocks", failed)
 
     def _valid(self, plan: StepPlan) -> bool:
         """Return whether the plan's slots are still promised, and by the server we are with."""

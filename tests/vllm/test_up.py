@@ -45,6 +45,12 @@ def test_a_second_engine_joins_shares_the_cache_and_leaves_the_server_to_the_fir
     assert (warm.tokens, warm.cached) == (cold.tokens, 10 * BLOCK)
     assert second.cached_by_source()["host"] == 10 * BLOCK
 
+    loaded = f"{10 * BLOCK // BLOCK}.0"
+    assert any(
+        line.startswith("kvtier_engine_loaded_blocks_total") and line.endswith(loaded)
+        for line in second.part.get("/metrics").splitlines()
+    )
+
     of_second = descendants(second.part.child.pid)
     assert second.stop() == 0
     gone(of_second)
