@@ -34,6 +34,9 @@ UNSENT_BYTES_AT_MOST = 32 << 20
 SOCKET_PATH_BYTES = 107
 """What Linux allows in a unix socket's address."""
 BACKLOG = 128
+SO_PEERGROUPS = 59
+"""Linux's number for the socket option, which Python has no name for."""
+GROUPS_AT_MOST = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class DataPlane:
     async def start(self) -> None:
         """Listen. Raises StartError if the path is too long, taken or not writable."""
         path = self.options.socket
-        self._lock = _claim(path)
+        self._lock = _claim(path, self.options.allow_group)
         try:
             self._listener = _listen(path, shared=self.options.allow_group is not None)
             if self.options.allow_group is not None:
@@ -97,7 +100,9 @@ class DataPlane:
         pid, uid, gid = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         )
-        if uid not in (os.geteuid(), 0) and gid != self.options.allow_group:
+        allowed = self.options.allow_group
+        same_group = allowed is not None and allowed in (gid, *_more_groups(sock))
+        if uid not in (os.geteuid(), 0) and not same_group:
             log.warning("refused process %d of user %d: not this server's user", pid, uid)
             self.metrics.session_closes.labels("peer").inc()
             sock.close()
@@ -303,7 +308,13 @@ def _lock_path(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-def _claim(path: Path) -> int:
+def _more_groups(sock: socket.socket) -> tuple[int, ...]:
+    """Return the supplementary groups that the peer had when it connected."""
+    found = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_AT_MOST * 4)
+    return struct.unpack(f"{len(found) // 4}i", found)
+
+
+def _claim(path: Path, group: int | None) -> int:
     """Return a lock that one server at a time can hold on a socket path. Raises StartError."""
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         raise StartError(
@@ -311,7 +322,11 @@ def _claim(path: Path) -> int:
             f"{SOCKET_PATH_BYTES}: set socket to a shorter path"
         )
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True)
+            if group is not None:
+                os.chown(path.parent, -1, group)
+                path.parent.chmod(0o750)
         lock = _locked(_lock_path(path))
     except BlockingIOError as error:
         raise StartError(

@@ -4,8 +4,8 @@ A frame is a 4-byte big-endian length and a msgpack array that starts with the o
 Prefix hashes travel as one byte string (`KEY_BYTES` each, a chain's head first), so that a frame of
 640 keys is decoded as quickly as one of 6. Slots travel packed (`core.SlotRef.packed`).
 
-A request with `seq` 0 wants no reply. Otherwise its reply carries the same `seq`; replies come in
-the order of the requests. Bytes of blocks never travel here: `Mapped` comes with a file descriptor
+A reply carries the `seq` of its request, and replies come in the order of the requests; a step with
+`seq` 0 wants none. Bytes of blocks never travel here: `Mapped` comes with a file descriptor
 (SCM_RIGHTS) of the slab that holds them.
 """
 

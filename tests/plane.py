@@ -25,14 +25,14 @@ LOG = logging.getLogger("test.client")
 class Plane:
     """A running data plane over `slots` slots of one page."""
 
-    def __init__(self, path: Path, slots: int) -> None:
+    def __init__(self, path: Path, slots: int, **options: object) -> None:
         self.path = path
         self.metrics = Metrics()
         self.host = HostTier(
             HostOptions(slots * PAGE_BYTES, huge_pages=HugePages.NEVER), self.metrics
         )
         self.cache = Hierarchy(self.host, self.metrics, lambda: 0.0)
-        self.plane = DataPlane(self.cache, self.metrics, DataPlaneOptions(path))
+        self.plane = DataPlane(self.cache, self.metrics, DataPlaneOptions(path, **options))
         self.loop = uvloop.new_event_loop()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

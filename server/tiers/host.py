@@ -82,7 +82,8 @@ class HostTier:
 
     def _sizes(self) -> list[int]:
         whole, rest = divmod(self.options.capacity_bytes, self.slab_bytes)
-        rest -= rest % PAGE_BYTES
+        always = self.options.huge_pages is HugePages.ALWAYS
+        rest -= rest % (HUGE_PAGE_BYTES if always else PAGE_BYTES)
         return [self.slab_bytes] * whole + ([rest] if rest else [])
 
     @property

@@ -25,7 +25,7 @@ def test_an_engine_that_cannot_share_does_not_start(lab, options, connector, sai
         lab.local_engine(server.socket, connector, **options)
     log = (lab.folder / "part1.log").read_text()
     assert said in log
-    until(lambda: json.loads(server.get("/v1/sessions"))["sessions"] == [], "no session")
+    until(lambda: json.loads(server.get("/v1/sessions")) == [], "no session")
 
 
 def test_the_connector_fits_the_base_class_of_this_vllm():
