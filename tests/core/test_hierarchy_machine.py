@@ -16,9 +16,8 @@ from support import chain, hierarchy, manifest
 
 SLOTS = 40
 MANIFESTS = {"small": manifest(), "large": manifest(shard_bytes=3 * 4096)}
-CHAINS = {name: chain(name, 9) for name in ("a", "b", "c")}
-BRANCH = [*CHAINS["a"][:4], *chain("branch", 4)]
-PROMPTS = [*CHAINS.values(), BRANCH]
+CHAINS = [chain(name, 9) for name in "abcdef"]
+PROMPTS = [*CHAINS, *([*CHAINS[0][:4], *chain(f"branch {n}", 4)] for n in range(3))]
 
 
 class Sight:
@@ -61,7 +60,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(sorted(MANIFESTS)), workers=st.integers(0, 2))
     def engine_connects(self, kind, workers):
-        if len(self.sessions) < 12:
+        if len(self.sessions) < 5:
             self.engines += 1
             engine = f"engine-{self.engines}"
             roles = [Role.SCHEDULER] + [Role.WORKER] * workers
@@ -93,9 +92,10 @@ class HierarchyMachine(RuleBasedStateMachine):
             assert not fresh.engine.limbo
 
     @precondition(lambda self: self.sessions)
-    @rule(data=st.data())
-    def session_disconnects(self, data):
-        self.close(data.draw(st.sampled_from(self.sessions), "session"))
+    @rule(data=st.data(), rarely=st.integers(0, 4))
+    def session_disconnects(self, data, rarely):
+        if not rarely:
+            self.close(data.draw(st.sampled_from(self.sessions), "session"))
 
     def close(self, session):
         self.sessions.remove(session)
@@ -106,9 +106,25 @@ class HierarchyMachine(RuleBasedStateMachine):
                 del self.leases[number, request]
 
     @precondition(lambda self: self.schedulers())
+    @rule(
+        data=st.data(),
+        keys=st.sampled_from(PROMPTS),
+        device=st.integers(0, 3),
+        request=st.sampled_from("xyz"),
+    )
+    def serve(self, data, keys, device, request):
+        """Do what an engine does with a prompt: lease what is there, store what is missing."""
+        session = data.draw(st.sampled_from(self.schedulers()), "session")
+        ready = device + len(self.look(session, keys, device, request))
+        slots = self.take(session, len(keys) - ready, 0)
+        self.put(session, keys[ready - 1] if ready else b"", keys[ready:], slots)
+
+    @precondition(lambda self: self.schedulers())
     @rule(data=st.data(), need=st.integers(0, 12), stock=st.integers(0, 8))
     def reserve(self, data, need, stock):
-        session = data.draw(st.sampled_from(self.schedulers()), "session")
+        self.take(data.draw(st.sampled_from(self.schedulers()), "session"), need, stock)
+
+    def take(self, session, need, stock):
         moves = self.cache._metrics.evictions.labels("host", EvictReason.SLAB_MOVE)._value.get()
         before = {name: dict(sight.visible) for name, sight in self.sight.items()}
         slots = self.cache.reserve(session, need, stock)
@@ -120,6 +136,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             moves < self.cache._metrics.evictions.labels("host", EvictReason.SLAB_MOVE)._value.get()
         )
         self.follow_evictions(before, moved)
+        return slots
 
     def follow_evictions(self, before, moved):
         leased = {key for keys in self.leases.values() for key in keys}
@@ -139,17 +156,16 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(data=st.data(), keys=st.sampled_from(PROMPTS), start=st.integers(0, 7))
     def commit(self, data, keys, start):
         session = self.owner_of_slots(data)
-        name = self.name(session)
-        sight = self.sight[name]
-        held = self.reserved[session.number]
-        slots = sorted(held)[: data.draw(st.integers(1, 4), "count")]
-        part = keys[start : start + len(slots)]
-        slots = slots[: len(part)]
+        slots = sorted(self.reserved[session.number])[: data.draw(st.integers(1, 4), "count")]
+        self.put(session, keys[start - 1] if start else b"", keys[start:], slots)
+
+    def put(self, session, parent, keys, slots):
+        sight = self.sight[self.name(session)]
+        part, slots = keys[: len(slots)], slots[: len(keys)]
         for slot, key in zip(slots, part, strict=True):
             sight.content[slot] = key
-        parent = keys[start - 1] if start else b""
         self.cache.commit(session, parent, part, slots)
-        held.difference_update(slots)
+        self.reserved[session.number].difference_update(slots)
         for slot, key in zip(slots, part, strict=True):
             if key not in sight.visible:
                 sight.visible[key] = slot
@@ -186,8 +202,10 @@ class HierarchyMachine(RuleBasedStateMachine):
     )
     def lookup(self, data, keys, start, request):
         session = data.draw(st.sampled_from(self.schedulers()), "session")
+        self.look(session, keys, min(start, len(keys)), request)
+
+    def look(self, session, keys, start, request):
         sight = self.sight[self.name(session)]
-        start = min(start, len(keys))
         slots, absent = self.cache.lookup(session, request, keys, start)
         expected = []
         for key in keys[start:]:
@@ -197,15 +215,13 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert [sight.content[slot] for slot in slots] == expected, "the right bytes, all of them"
         assert absent == [at for at in range(start) if keys[at] not in sight.visible]
         self.leases[session.number, request] = [(self.name(session), key) for key in expected]
+        return slots
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data):
         number, request = data.draw(st.sampled_from(sorted(self.leases)), "lease")
         session = next(s for s in self.sessions if s.number == number)
-        sight = self.sight[self.name(session)]
-        for block in session.leases.get(request, ()):
-            assert sight.content[block.slot] == block.key, "leased bytes are never overwritten"
         self.cache.release(session, request)
         del self.leases[number, request]
 
@@ -227,6 +243,13 @@ class HierarchyMachine(RuleBasedStateMachine):
             ]
 
     @invariant()
+    def leased_bytes_are_never_overwritten(self):
+        for session in getattr(self, "sessions", ()):
+            content = self.sight[self.name(session)].content
+            for blocks in session.leases.values():
+                assert all(content[block.slot] == block.key for block in blocks)
+
+    @invariant()
     def integrity(self):
         if hasattr(self, "cache"):
             check_integrity(self.cache)
@@ -237,6 +260,6 @@ class HierarchyMachine(RuleBasedStateMachine):
 
 
 HierarchyMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
+    max_examples=150, stateful_step_count=40, deadline=None, print_blob=True
 )
 TestHierarchy = HierarchyMachine.TestCase

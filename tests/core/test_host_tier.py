@@ -131,3 +131,38 @@ def test_a_hot_namespace_keeps_its_slabs_from_a_cold_one():
         cache.commit(cold, b"", chain(f"cold {number}", 8), cache.reserve(cold, 8, 0))
     assert len(cache.lookup(hot, "r", keys, 0)[0]) == 80
     cache.host.close()
+
+
+def test_a_leased_tail_keeps_its_head():
+    """A request may lease only what the device lacks; what it continues stays as well."""
+    cache = hierarchy(32)
+    session = cache.open_session(Role.SCHEDULER, "e", 0, 1, manifest())
+    keys = chain("kept", 6)
+    cache.commit(session, b"", keys, cache.reserve(session, 6, 0))
+    cache.lookup(session, "r", keys, 5)
+    for number in range(20):
+        other = chain(f"other {number}", 6)
+        cache.commit(session, b"", other, cache.reserve(session, 6, 0))
+    assert all(key in session.space.blocks for key in keys)
+    cache.release(session, "r")
+    for number in range(20, 30):
+        other = chain(f"other {number}", 6)
+        cache.commit(session, b"", other, cache.reserve(session, 6, 0))
+    assert not any(key in session.space.blocks for key in keys)
+    cache.host.close()
+
+
+def test_a_slab_with_a_leased_block_does_not_move():
+    cache = hierarchy(160)
+    old = cache.open_session(Role.SCHEDULER, "old", 0, 1, manifest(model="old"))
+    keys = chain("old", 150)
+    cache.commit(old, b"", keys, cache.reserve(old, 150, 0))
+    leased = cache.lookup(old, "r", keys[:1], 0)[0]
+    new = cache.open_session(Role.SCHEDULER, "new", 0, 1, manifest(model="new"))
+    for number in range(30):
+        fresh = chain(f"new {number}", 8)
+        cache.commit(new, b"", fresh, cache.reserve(new, 8, 0))
+        check_integrity(cache)
+    assert cache.lookup(old, "r", keys[:1], 0)[0] == leased
+    assert len(old.space.pool.slabs) == 1
+    cache.host.close()
