@@ -156,6 +156,33 @@ def test_what_the_device_and_the_host_hold_joins(engine, plain):
     assert after["host"] - sources.get("host", 0) == 5 * BLOCK
 
 
+NO_SLOT_UNTIL_THE_END = """
+side = llm.llm_engine.engine_core.engine_core.scheduler.connector._half.side
+side._take_slots = lambda need: []
+def finished(request, blocks):
+    side.__dict__.pop("_take_slots", None)
+    waits = type(side).finished(side, request, blocks)
+    side.__dict__.pop("finished")
+    side.waited = waits
+    return waits
+side.finished = finished
+result = None
+"""
+
+
+def test_what_is_left_to_store_at_the_end_is_stored_and_its_blocks_are_freed(engine, plain):
+    asked = prompt(8000, 4 * BLOCK + 1)
+    cold = plain.complete(asked, DECODE)
+    engine.run(NO_SLOT_UNTIL_THE_END)
+    assert engine.complete(asked, DECODE).tokens == cold.tokens
+    assert engine.run("result = side.waited") is True
+    engine.complete(prompt(8001, BLOCK), 4)
+    engine.forget()
+    warm = engine.complete(asked, DECODE)
+    assert warm.cached == 4 * BLOCK
+    assert warm.tokens == cold.tokens
+
+
 KILL_AND_COPY = """
 import os, signal
 plain_copy = type(side).{copy}
