@@ -42,6 +42,10 @@ KV_BYTES = 256 * 2**20
 SERVER_OPTIONS = ("--capacity", "256MiB")
 ANSWER_SECONDS = 120.0
 SOURCE_METRIC = "vllm:prompt_tokens_cached_by_source_total"
+LOCAL_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 OPEN: list[Part] = []
 """What runs now. A failing test shows the end of their logs."""
 
@@ -235,7 +239,7 @@ class LocalEngine:
         self._listener.settimeout(0.2)
         script = Path(__file__).with_name("local_engine.py")
         command = [str(script), str(path), json.dumps(options)]
-        self.part = start_part(folder, name, command, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        self.part = start_part(folder, name, command, LOCAL_ENVIRONMENT)
 
     def connect(self) -> None:
         """Wait until the engine is ready."""
