@@ -50,10 +50,10 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy server
 	$(BIN)/lint-imports
-	$(BIN)/pytest -m "not vllm"
+	$(BIN)/pytest -m "not vllm and not slow"
 
 test: system venv-vllm check
-	$(BIN)/pytest -m vllm
+	$(BIN)/pytest -m "vllm or slow"
 
 demo: venv-vllm
 	$(BIN)/python -m loadtest.demo

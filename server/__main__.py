@@ -44,9 +44,10 @@ def serve(
     config: Config = None, socket: Socket = None, capacity: Capacity = None, port: Port = None
 ) -> None:
     """Run a server until SIGTERM or SIGINT."""
+    settings = _settings(config, socket, capacity, port)  # First: it may end the start.
     from .serve import serve as run_server  # noqa: PLC0415
 
-    run_server(_settings(config, socket, capacity, port))
+    run_server(settings)
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})

@@ -36,6 +36,7 @@ port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
 SECONDS = 30
+pytestmark = pytest.mark.slow
 
 
 def runs(pid):

@@ -260,6 +260,6 @@ class HierarchyMachine(RuleBasedStateMachine):
 
 
 HierarchyMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, print_blob=True
+    max_examples=100, stateful_step_count=40, deadline=None, print_blob=True
 )
 TestHierarchy = HierarchyMachine.TestCase
