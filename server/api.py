@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from . import __version__
 from .config import EffectiveSettings, Settings
-from .core import NamespaceReading, SessionReading, TierReading
+from .core import NamespaceReading, SessionReading, TenantReading, TierReading
 from .hierarchy import Hierarchy
 from .metrics import Metrics
 from .stats import Stats, read_stats
@@ -115,6 +115,11 @@ def _add_readings(app: FastAPI, hierarchy: Hierarchy, ready: Callable[[], bool])
     async def namespaces() -> list[NamespaceReading]:
         """Namespaces with their manifests: engines share blocks only inside one."""
         return hierarchy.namespaces()
+
+    @app.get("/v1/tenants")
+    async def tenants() -> list[TenantReading]:
+        """Totals of each tenant since the start; those beyond a thousand count as one, `other`."""
+        return hierarchy.tenants()
 
 
 def _problem(

@@ -12,13 +12,15 @@ import collections
 import contextlib
 import itertools
 import logging
+import math
 import os
+import select
 import socket
 import stat
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -56,6 +58,8 @@ class Client:
     def __init__(self, options: ClientOptions, hello: wire.Hello, log: logging.Logger) -> None:
         self.failures: collections.Counter[str] = collections.Counter()
         """Calls that failed, by one of `FAILURES`."""
+        self.before_loss: Callable[[], None] = _nothing
+        """Called before a connection is dropped. Until it returns, what was promised is held."""
         self._options = options
         self._hello = hello
         self._log = log
@@ -98,9 +102,9 @@ class Client:
                 link.close()
         self._link = self._ready = None
 
-    def lookup(self, request: str, keys: bytes, start: int) -> wire.Found | None:
-        """Ask for a prefix; see `protocol.Lookup`."""
-        return self._call(wire.Lookup(next(self._seq), request, keys, start), wire.Found)
+    def lookup(self, keys: bytes, start: int, tenant: str = "") -> wire.Found | None:
+        """Ask for a prefix; see `protocol.Lookup`. The answer's `seq` is the lease's number."""
+        return self._call(wire.Lookup(next(self._seq), keys, start, tenant), wire.Found)
 
     def step(self, step: wire.Step) -> wire.Granted | None:
         """Send a step and wait for the slots that it needs."""
@@ -137,15 +141,31 @@ class Client:
 
     def grants(self) -> list[int]:
         """Return slots that arrived for earlier steps, without waiting."""
-        if (link := self._link) is None:
+        if (link := self._drained()) is None:
             return []
+        granted, link.granted = link.granted, []
+        return granted
+
+    def changes(self) -> list[wire.Changed]:
+        """Return what the server told of its blocks since the last call, without waiting.
+
+        A caller whose hello wants events must call this again and again: what nobody fetches is
+        kept. What an earlier session told is forgotten with it.
+        """
+        if (link := self._drained()) is None:
+            return []
+        changed, link.changed = link.changed, []
+        return changed
+
+    def _drained(self) -> Link | None:
+        if (link := self._link) is None:
+            return None
         try:
             link.drain()
         except (OSError, ProtocolError) as error:
             self._fail(link, error)
-            return []
-        granted, link.granted = link.granted, []
-        return granted
+            return None
+        return link
 
     def _call(self, frame: Asked, reply: type[R]) -> R | None:
         if (link := self._link) is None:
@@ -173,6 +193,7 @@ class Client:
         self.failures[reason] += 1
         if self._link is link:
             self._link = None
+        self.before_loss()
         link.close()
         self._say(f"lost the kvtier server ({reason}: {error}): all prefixes miss until it is back")
         self._wanted.set()
@@ -214,18 +235,23 @@ class Link:
 
     def __init__(self, path: Path, hello: wire.Hello, deadline: float) -> None:
         self.granted: list[int] = []
+        self.changed: list[wire.Changed] = []
         self.descriptors: collections.deque[int] = collections.deque()
         self._reader = wire.FrameReader()
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self._replies: collections.deque[wire.Reply] = collections.deque()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._poll = select.poll()
         until = time.monotonic() + deadline
         try:
             self._sock.settimeout(deadline)
             self._sock.connect(os.fspath(path))
+            self._sock.setblocking(False)  # From here on we wait ourselves, and only if we must.
             _check_owner(self._sock, path)
             self.send(hello, until)
             while not self._replies:
-                self._read(until)
+                self._wait(select.POLLIN, until)
+                self._read()
             answer = self._replies.popleft()
             if not isinstance(answer, wire.Welcome):
                 raise ProtocolError("refused", getattr(answer, "message", repr(answer)))
@@ -236,24 +262,29 @@ class Link:
 
     def send(self, frame: wire.Frame, until: float) -> None:
         """Hand a frame to the kernel before `until`."""
-        self._sock.settimeout(_left(until))
-        self._sock.sendall(wire.encode(frame))
+        data = memoryview(wire.encode(frame))
+        while data:
+            try:
+                data = data[self._sock.send(data) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, until)
 
     def receive(self, seq: int, until: float) -> wire.Reply:
-        """Return the reply to `seq`; slots granted to earlier steps are kept."""
+        """Return the reply to `seq`; what comes before it without being asked for is kept."""
         while True:
             while self._replies:
                 reply = self._replies.popleft()
                 if getattr(reply, "seq", seq) == seq:
                     return reply
                 self._keep(reply)
-            self._read(until)
+            self._wait(select.POLLIN, until)
+            self._read()
 
     def drain(self) -> None:
         """Take in what has arrived, without waiting."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._read(None)
+                self._read()
         while self._replies:
             self._keep(self._replies.popleft())
 
@@ -264,19 +295,32 @@ class Link:
             os.close(self.descriptors.popleft())
 
     def _keep(self, reply: wire.Reply) -> None:
-        if not isinstance(reply, wire.Granted):
-            raise ProtocolError("protocol", f"nobody waits for {reply!r}")
-        self.granted += reply.slots
+        match reply:
+            case wire.Granted():
+                self.granted += reply.slots
+            case wire.Changed():
+                self.changed.append(reply)
+            case _:
+                raise ProtocolError("protocol", f"nobody waits for {reply!r}")
 
-    def _read(self, until: float | None) -> None:
-        self._sock.settimeout(0.0 if until is None else _left(until))
-        data, control, _, _ = self._sock.recvmsg(READ_BYTES, CONTROL_BYTES)
+    def _wait(self, event: int, until: float) -> None:
+        left = until - time.monotonic()
+        self._poll.register(self._sock, event)
+        if left <= 0.0 or not self._poll.poll(math.ceil(left * 1000.0)):
+            raise TimeoutError("the deadline is over")
+
+    def _read(self) -> None:
+        size, control, _, _ = self._sock.recvmsg_into([self._buffer], CONTROL_BYTES)
         for level, kind, payload in control:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self.descriptors += struct.unpack(f"{len(payload) // 4}i", payload)
-        if not data:
+        if not size:
             raise ConnectionResetError("the server closed the connection")
-        self._replies += map(wire.decode_reply, self._reader.feed(data))
+        self._replies += map(wire.decode_reply, self._reader.feed(self._buffer[:size]))
+
+
+def _nothing() -> None:
+    """Nothing is held."""
 
 
 def _check_owner(sock: socket.socket, path: Path) -> None:
@@ -294,10 +338,3 @@ def trusted(user: int, folders: Iterable[Path]) -> bool:
     if user in (os.geteuid(), 0):
         return True
     return not any(folder.stat().st_mode & stat.S_IWOTH for folder in folders)
-
-
-def _left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0.0:
-        raise TimeoutError("the deadline is over")
-    return left

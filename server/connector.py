@@ -63,11 +63,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._half.layout
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Start of a step, before vLLM writes any block in it."""
+        assert isinstance(kv_connector_metadata, StepPlan), "the scheduler side built it"
+        self._half.side.begin(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._half.side.load(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are done when `start_load_kv` returns."""
+        """No forward pass needs a load that is under way: see `get_num_new_matched_tokens`."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
         """Blocks are stored whole, in `wait_for_save`."""
@@ -76,7 +81,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._half.side.store(self._plan)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._half.side.take_finished(), None
+        return self._half.side.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._half.side.take_failed_blocks()
@@ -89,10 +94,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self._half.meet_workers(metadata)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._half.bind(kv_cache_manager)
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._half.side.matched_tokens(request, num_computed_tokens), False
+        matched = self._half.side.matched_tokens(request, num_computed_tokens)
+        return matched, bool(matched) and self._half.side.asynchronous
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._half.side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
@@ -101,13 +110,25 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._half.side.plan_step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.invalid_block_ids:
+            self._half.side.distrust()
         if isinstance(report := connector_output.kv_connector_worker_meta, WorkerReport):
             self._half.side.reported(report)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._half.side.finished(request, block_ids[0] if block_ids else ()), None
+        return self._half.side.finished(request, block_ids[0] if block_ids else ())
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, as MultiConnector says it beside a child that knows one group only."""
+        return self._half.side.finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM should go on stepping although no request is left."""
+        return self._half.side.busy
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._half.side.take_stats()
@@ -132,7 +153,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._half.side.reset()
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self._half.side.take_events()
 
     def shutdown(self) -> None:
         self._half.close()

@@ -24,6 +24,9 @@ PAGE_BYTES = 4096
 SHARED_HASHES = ("sha256", "sha256_cbor")
 """Block hash algorithms of vLLM whose keys may be shared between processes."""
 
+CHECKSUMS = {"none": 0, "xxh3_128": 16}
+"""How a shard's bytes may be sealed, and the bytes that the seal takes right after them."""
+
 BlockKey: TypeAlias = bytes
 """vLLM's block hash (`KEY_BYTES` bytes): chained over parent, tokens, LoRA, images and salt."""
 
@@ -59,11 +62,18 @@ class Manifest:
     hash_algorithm: str
     hash_seed: str
     format_version: int = FORMAT_VERSION
+    checksum: str = "none"
+    """One of `CHECKSUMS`: what each shard is sealed with."""
+
+    @property
+    def seal_bytes(self) -> int:
+        """Bytes of the checksum right after a shard's bytes; 0 if there is none."""
+        return CHECKSUMS[self.checksum]
 
     @property
     def shard_stride(self) -> int:
-        """Bytes from one rank's shard to the next inside a slot."""
-        return align_up(self.shard_bytes, PAGE_BYTES)
+        """Bytes from one rank's shard, with its seal, to the next inside a slot."""
+        return align_up(self.shard_bytes + self.seal_bytes, PAGE_BYTES)
 
     @property
     def slot_bytes(self) -> int:
@@ -107,6 +117,8 @@ class EvictReason(StrEnum):
     CAPACITY = "capacity"
     SLAB_MOVE = "slab_move"
     RESET = "reset"
+    UNREADABLE = "unreadable"
+    """An engine found other bytes in its slot than were stored there."""
 
 
 class SlotState(StrEnum):
@@ -133,11 +145,12 @@ class SlotRef:
 
 
 SLOT_INDEX_BITS = 24
+SLOT_INDEX_MASK = (1 << SLOT_INDEX_BITS) - 1
 
 
 def unpack_slot(packed: int) -> SlotRef:
     """Return the slot that `SlotRef.packed` describes."""
-    return SlotRef(packed >> SLOT_INDEX_BITS, packed & ((1 << SLOT_INDEX_BITS) - 1))
+    return SlotRef(packed >> SLOT_INDEX_BITS, packed & SLOT_INDEX_MASK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +194,22 @@ class SessionReading:
     age_seconds: float
     leased_blocks: int
     reserved_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantReading:
+    """Totals of one tenant since the start; `tenant` is empty for requests that name none.
+
+    Tokens are counted as in `Traffic`.
+    """
+
+    tenant: str
+    lookups: int
+    device_tokens_asked: int
+    device_tokens_hit: int
+    host_tokens_asked: int
+    host_tokens_hit: int
+    stored_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,7 @@ raw, because a slab's descriptor travels beside its frame (SCM_RIGHTS).
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 import socket
 import struct
 import time
@@ -20,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import protocol as wire
-from .core import KEY_BYTES, SHARED_HASHES
-from .errors import HelloRefused, ProtocolError, StartError
+from .changes import News, Teller, Watcher
+from .core import CHECKSUMS, KEY_BYTES, SHARED_HASHES, Tier
+from .errors import HelloRefused, ProtocolError
 from .hierarchy import Hierarchy
-from .metrics import Metrics
+from .listening import caller, claim, listen, may_connect, unclaim
+from .metrics import OPERATIONS, Metrics
 from .sessions import Session
 
 log = logging.getLogger("kvtier.dataplane")
@@ -31,12 +31,7 @@ log = logging.getLogger("kvtier.dataplane")
 READ_BYTES = 1 << 18
 UNSENT_BYTES_AT_MOST = 32 << 20
 """A session that reads its replies more slowly than this allows is closed."""
-SOCKET_PATH_BYTES = 107
-"""What Linux allows in a unix socket's address."""
-BACKLOG = 128
-SO_PEERGROUPS = 59
-"""Linux's number for the socket option, which Python has no name for."""
-GROUPS_AT_MOST = 256
+RANK_AT_MOST = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +52,22 @@ class DataPlane:
         self.options = options
         self.server_id = uuid.uuid4().hex
         self.open: set[_Connection] = set()
+        self.teller = Teller(lambda turn: asyncio.get_running_loop().call_soon(turn))
+        self.read_buffer = memoryview(bytearray(READ_BYTES))
+        """What the session whose turn it is has read."""
+        self.frame_seconds = {op: metrics.frame_seconds.labels(op) for op in OPERATIONS}
         self._listener: socket.socket | None = None
         self._lock: int | None = None
 
     async def start(self) -> None:
         """Listen. Raises StartError if the path is too long, taken or not writable."""
-        path = self.options.socket
-        self._lock = _claim(path, self.options.allow_group)
+        path, group = self.options.socket, self.options.allow_group
+        self._lock = claim(path, group)
         try:
-            self._listener = _listen(path, shared=self.options.allow_group is not None)
-            if self.options.allow_group is not None:
-                os.chown(path, -1, self.options.allow_group)
-        except OSError as error:
+            self._listener = listen(path, group)
+        except BaseException:
             self._unclaim()
-            raise StartError(f"cannot listen on socket {path}: {error.strerror}") from error
+            raise
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     async def stop(self) -> None:
@@ -86,8 +83,7 @@ class DataPlane:
 
     def _unclaim(self) -> None:
         if self._lock is not None:
-            _lock_path(self.options.socket).unlink(missing_ok=True)
-            os.close(self._lock)
+            unclaim(self.options.socket, self._lock)
             self._lock = None
 
     def _accept(self) -> None:
@@ -97,21 +93,17 @@ class DataPlane:
         except OSError:  # The engine has gone again, or descriptors are short: it will retry.
             return
         sock.setblocking(False)
-        pid, uid, gid = struct.unpack(
-            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        )
-        allowed = self.options.allow_group
-        same_group = allowed is not None and allowed in (gid, *_more_groups(sock))
-        if uid not in (os.geteuid(), 0) and not same_group:
-            log.warning("refused process %d of user %d: not this server's user", pid, uid)
+        who = caller(sock)
+        if not may_connect(sock, who, self.options.allow_group):
+            log.warning("refused process %d of user %d: not this server's user", who.pid, who.user)
             self.metrics.session_closes.labels("peer").inc()
             sock.close()
         elif len(self.open) >= self.options.max_sessions:
-            log.warning("refused process %d: %d sessions are open", pid, len(self.open))
+            log.warning("refused process %d: %d sessions are open", who.pid, len(self.open))
             self.metrics.session_closes.labels("refused").inc()
             sock.close()
         else:
-            self.open.add(_Connection(self, sock, pid))
+            self.open.add(_Connection(self, sock, who.pid))
 
 
 class _Connection:
@@ -124,7 +116,10 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self._reader = wire.FrameReader()
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
+        self._blocked = False
+        """The kernel takes no more bytes for now, and calls `_flush` when it does."""
         self._session: Session | None = None
+        self._watcher: Watcher | None = None
         self._closed = False
         self._loop.add_reader(sock.fileno(), self._readable)
 
@@ -138,21 +133,35 @@ class _Connection:
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
         self._plane.metrics.session_closes.labels(reason).inc()
+        if self._watcher is not None:
+            self._plane.teller.leave(self._watcher)
         if self._session is not None:
             self._plane.hierarchy.close_session(self._session)
 
+    @property
+    def behind(self) -> bool:
+        """Whether the engine has not read yet what it was sent."""
+        return bool(self._unsent)
+
+    def tell(self, news: News) -> None:
+        """Send what changed among the blocks of the session's namespace."""
+        stored = [wire.Stored(run[0], b"".join(run[1:])) for run in news.stored]
+        removed = b"".join(news.removed)
+        self._send(wire.Changed(0, Tier.HOST, news.whole, stored, removed))
+
     def _readable(self) -> None:
+        buffer = self._plane.read_buffer
         try:
-            data = self._sock.recv(READ_BYTES)
+            size = self._sock.recv_into(buffer)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            data = b""
-        if not data:
+            size = 0
+        if not size:
             self.close("disconnect")
             return
         try:
-            for body in self._reader.feed(data):
+            for body in self._reader.feed(buffer[:size]):
                 self._handle(wire.decode_request(body))
                 if self._closed:
                     return
@@ -174,15 +183,15 @@ class _Connection:
             if not isinstance(frame, wire.Hello):
                 raise ProtocolError("unexpected", "the first frame is not a hello")
             op = "hello"
-            self._session = self._greet(frame)
+            self._greet(frame)
         else:
             op = self._serve(self._session, frame)
-        self._plane.metrics.frame_seconds.labels(op).observe(time.perf_counter() - began)
+        self._plane.frame_seconds[op].observe(time.perf_counter() - began)
 
-    def _greet(self, hello: wire.Hello) -> Session:
+    def _greet(self, hello: wire.Hello) -> None:
         _check(hello)
-        hierarchy = self._plane.hierarchy
-        session = hierarchy.open_session(
+        # Known before the reply is sent, so that it ends if the engine has gone already.
+        self._session = session = self._plane.hierarchy.open_session(
             hello.role, hello.engine, hello.rank, self._pid, hello.manifest
         )
         self._send(
@@ -194,7 +203,8 @@ class _Connection:
                 slot_bytes=session.space.pool.slot_bytes,
             )
         )
-        return session
+        if hello.events and not self._closed:
+            self._watcher = self._plane.teller.watch(session.space.changes, self)
 
     def _serve(self, session: Session, frame: wire.Request) -> str:
         match frame:
@@ -219,27 +229,31 @@ class _Connection:
 
     def _lookup(self, session: Session, frame: wire.Lookup) -> None:
         keys = wire.split_keys(frame.keys)
-        if not 0 <= frame.start <= len(keys):
+        if frame.start > len(keys):
             raise ProtocolError("malformed", f"a lookup from {frame.start} of {len(keys)} blocks")
-        slots, absent = self._plane.hierarchy.lookup(session, frame.request, keys, frame.start)
+        if frame.seq in session.leases:
+            raise ProtocolError("malformed", f"lease {frame.seq} has not ended yet")
+        hierarchy = self._plane.hierarchy
+        slots, absent = hierarchy.lookup(session, frame.seq, keys, frame.start, frame.tenant)
         self._send(wire.Found(frame.seq, slots, absent))
+        hierarchy.record_use()
 
     def _step(self, session: Session, frame: wire.Step) -> None:
         hierarchy = self._plane.hierarchy
+        # First of all: the engine computes such a block again, and may commit it in this step.
+        hierarchy.unreadable(session, frame.unreadable)
         for chain in frame.commits:
             keys = wire.split_keys(chain.keys)
             if len(keys) != len(chain.slots) or len(chain.parent) not in (0, KEY_BYTES):
                 raise ProtocolError("malformed", f"{len(keys)} blocks, {len(chain.slots)} slots")
-            hierarchy.commit(session, chain.parent, keys, chain.slots)
+            hierarchy.commit(session, chain.parent, keys, chain.slots, chain.tenant)
         hierarchy.abort(session, frame.aborts)
-        for request in frame.releases:
-            hierarchy.release(session, request)
+        for lease in frame.releases:
+            hierarchy.release(session, lease)
         for touched in frame.touches:
             hierarchy.touch(session, wire.split_keys(touched))
-        if min(frame.asked, frame.device, frame.host, frame.need, frame.stock) < 0:
-            raise ProtocolError("malformed", "a negative count")
-        if frame.asked:
-            hierarchy.count(session, frame.asked, frame.device, frame.host)
+        for asked in frame.asked:
+            hierarchy.count(session, asked)
         if frame.settled:
             hierarchy.settle(session)
         if frame.seq:
@@ -267,7 +281,9 @@ class _Connection:
             try:
                 sent = self._sock.sendmsg([data], rights)
             except (BlockingIOError, InterruptedError):
-                self._loop.add_writer(self._sock.fileno(), self._flush)
+                if not self._blocked:
+                    self._blocked = True
+                    self._loop.add_writer(self._sock.fileno(), self._flush)
                 return
             except OSError:
                 self.close("disconnect")
@@ -276,7 +292,11 @@ class _Connection:
                 self._unsent.popleft()
             else:
                 self._unsent[0] = (data[sent:], None)
-        self._loop.remove_writer(self._sock.fileno())
+        if self._blocked:
+            self._blocked = False
+            self._loop.remove_writer(self._sock.fileno())
+            if self._watcher is not None:
+                self._plane.teller.resume(self._watcher)
 
 
 def _rights(descriptor: int) -> tuple[int, int, bytes]:
@@ -300,76 +320,14 @@ def _check(hello: wire.Hello) -> None:
         )
     if not (0 < manifest.shard_bytes <= 1 << 40 and 0 < manifest.shards <= 4096):
         raise HelloRefused("shard_bytes", "the size of a block is not in a sensible range")
-    if not 0 <= hello.rank < manifest.shards or manifest.block_tokens <= 0:
-        raise HelloRefused("rank", f"rank {hello.rank} of {manifest.shards} shards")
-
-
-def _lock_path(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")
-
-
-def _more_groups(sock: socket.socket) -> tuple[int, ...]:
-    """Return the supplementary groups that the peer had when it connected."""
-    found = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_AT_MOST * 4)
-    return struct.unpack(f"{len(found) // 4}i", found)
-
-
-def _claim(path: Path, group: int | None) -> int:
-    """Return a lock that one server at a time can hold on a socket path. Raises StartError."""
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
-        raise StartError(
-            f"the socket path {path} has {len(os.fsencode(path))} bytes, and Linux allows "
-            f"{SOCKET_PATH_BYTES}: set socket to a shorter path"
+    if manifest.block_tokens <= 0:
+        raise HelloRefused("block_tokens", f"a block of {manifest.block_tokens} tokens")
+    if manifest.checksum not in CHECKSUMS:
+        raise HelloRefused(
+            "checksum",
+            f"this server knows no checksum {manifest.checksum!r}, only {', '.join(CHECKSUMS)}: "
+            f"install the same kvtier on both sides",
         )
-    try:
-        if not path.parent.exists():
-            path.parent.mkdir(mode=0o700, parents=True)
-            if group is not None:
-                os.chown(path.parent, -1, group)
-                path.parent.chmod(0o750)
-        lock = _locked(_lock_path(path))
-    except BlockingIOError as error:
-        raise StartError(
-            f"another kvtier server serves socket {path}: stop it, or set socket to another path"
-        ) from error
-    except OSError as error:
-        raise StartError(
-            f"cannot make socket {path}: {error.strerror}: set socket to a path in a directory "
-            f"that this user may write"
-        ) from error
-    if path.exists() and not path.is_socket():
-        os.close(lock)
-        _lock_path(path).unlink(missing_ok=True)
-        raise StartError(f"{path} is there and is not a socket: set socket to another path")
-    path.unlink(missing_ok=True)
-    return lock
-
-
-def _locked(path: Path) -> int:
-    """Return a locked descriptor of the file at `path`. Raises BlockingIOError if it is taken."""
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A server that just ended may have removed the file that we opened.
-            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-                return lock
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
-
-
-def _listen(path: Path, *, shared: bool) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    listener.setblocking(False)
-    before = os.umask(0o117 if shared else 0o177)
-    try:
-        listener.bind(os.fspath(path))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.umask(before)
-    return listener
+    # Several ranks hold one shard where a model has fewer KV heads than ranks.
+    if not 0 <= hello.rank <= RANK_AT_MOST:
+        raise HelloRefused("rank", f"rank {hello.rank} is not in 0 to {RANK_AT_MOST}")

@@ -6,14 +6,22 @@ bookkeeping included (`make figure NAME=directory_bytes_per_block`). Runs on the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from .core import BlockKey, Manifest, unpack_slot
+from .changes import KEYS_AT_ONCE, ChangeLog, Placed
+from .core import SLOT_INDEX_BITS, SLOT_INDEX_MASK, BlockKey, Manifest
 from .tiers.host import Pool
+
+NO_SLOT = -1
 
 
 class Block:
-    """One committed block in the host tier."""
+    """One committed block in the host tier.
+
+    `parent` is None at the head of a chain. Otherwise it may have been dropped, or, with `NO_SLOT`,
+    not have been there at all: see `Namespace.anchors`.
+    """
 
     __slots__ = ("children", "key", "leases", "parent", "slot")
 
@@ -23,52 +31,76 @@ class Block:
         self.slot = slot
         self.leases = 0
         self.children = 0
-        """Resident blocks that continue this one. A block with children is not evicted."""
+        """Visible blocks that continue this one, as far as they are counted here."""
 
 
 class Namespace:
     """The blocks of engines that may share, and the pool that holds their bytes."""
 
-    __slots__ = ("blocks", "by_slab", "digest", "doomed", "manifest", "pool", "sessions")
+    __slots__ = (
+        "anchors", "blocks", "by_slab", "changes", "digest", "doomed", "manifest", "pool",
+        "sessions",
+    )  # fmt: skip
 
     def __init__(self, manifest: Manifest, pool: Pool) -> None:
         self.digest = manifest.digest()
         self.manifest = manifest
         self.pool = pool
         self.blocks: dict[BlockKey, Block] = {}
+        self.anchors: dict[BlockKey, Block] = {}
+        """Parents that are not visible, or were not when visible blocks came to continue them.
+
+        The children of one key are counted in one place: here while it has an anchor, even after
+        it became visible again, and otherwise in the visible block.
+        """
         self.by_slab: dict[int, list[Block | None]] = {}
         """What lies in each slot of each slab, so that one slab can be emptied."""
         self.doomed: set[Block] = set()
         """Dropped while leased: invisible to lookups, and gone with the last lease."""
         self.sessions = 0
+        self.changes = ChangeLog(self._pieces)
 
     def prefix(self, keys: Sequence[BlockKey], start: int) -> list[Block]:
         """Return the blocks of the longest contiguous run of `keys` from `start` on."""
-        blocks = self.blocks
-        found = []
-        for position in range(start, len(keys)):
-            block = blocks.get(keys[position])
-            if block is None:
-                break
-            found.append(block)
+        found: list[Block] = []
+        append, blocks = found.append, self.blocks
+        try:
+            for key in islice(keys, start, None):
+                append(blocks[key])
+        except KeyError:
+            pass
         return found
 
     def add(self, key: BlockKey, parent: BlockKey, slot: int) -> Block:
         """Make a block visible."""
-        above = self.blocks.get(parent)
-        block = Block(key, above, slot)
-        if above is not None:
+        above = None
+        if parent:
+            above = self.anchors.get(parent) or self.blocks.get(parent)
+            if above is None:
+                above = self.anchors[parent] = Block(parent, None, NO_SLOT)
             above.children += 1
-        self.blocks[key] = block
+        block = self.blocks[key] = Block(key, above, slot)
         self._place(slot, block)
+        if self.changes.watchers:
+            self.changes.note(key, parent)
         return block
 
     def remove(self, block: Block) -> None:
         """Make a block invisible; its slot is the caller's to give back."""
         del self.blocks[block.key]
         self._place(block.slot, None)
-        if block.parent is not None:
-            block.parent.children -= 1
+        if block.children:
+            self.anchors[block.key] = block
+        if (above := block.parent) is not None:
+            above.children -= 1
+            if not above.children and self.anchors.get(above.key) is above:
+                del self.anchors[above.key]
+        if self.changes.watchers:
+            self.changes.note(block.key, None)
+
+    def continued(self, block: Block) -> bool:
+        """Return whether a visible block continues this one: it is not evicted before those."""
+        return block.children > 0 or block.key in self.anchors
 
     def in_slab(self, number: int) -> list[Block]:
         """Return the visible blocks that lie in a slab."""
@@ -79,11 +111,21 @@ class Namespace:
         self.by_slab.pop(number, None)
 
     def _place(self, slot: int, block: Block | None) -> None:
-        ref = unpack_slot(slot)
-        row = self.by_slab.get(ref.slab)
+        number = slot >> SLOT_INDEX_BITS
+        row = self.by_slab.get(number)
         if row is None:
-            row = self.by_slab[ref.slab] = [None] * self.pool.slabs[ref.slab].slots
-        row[ref.index] = block
+            row = self.by_slab[number] = [None] * self.pool.slabs[number].slots
+        row[slot & SLOT_INDEX_MASK] = block
+
+    def _pieces(self) -> Iterator[list[Placed]]:
+        """Walk over the visible blocks in the order of their slots; see `ChangeLog`."""
+        for row in list(self.by_slab.values()):
+            for at in range(0, len(row), KEYS_AT_ONCE):
+                yield [
+                    (block.key, block.parent.key if block.parent is not None else b"")
+                    for block in row[at : at + KEYS_AT_ONCE]
+                    if block is not None
+                ]
 
 
 class Directory:

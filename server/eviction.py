@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .core import EvictReason, Tier, unpack_slot
+from .core import SLOT_INDEX_BITS, EvictReason, Tier
 from .directory import Block, Directory, Namespace
 from .metrics import Metrics
 from .tiers.host import HostTier, OwnedSlab, Pool
@@ -62,7 +62,10 @@ class Evictor:
     def drop(self, space: Namespace, block: Block, reason: EvictReason) -> None:
         """Make a block invisible; its slot is free at once, or when its last lease ends."""
         space.remove(block)
-        space.pool.policy.remove(block.key)
+        if reason is EvictReason.CAPACITY:
+            space.pool.policy.evict(block.key)
+        else:
+            space.pool.policy.remove(block.key)
         self.evictions += 1
         self._counted[reason].inc()
         if block.leases:
@@ -82,7 +85,7 @@ class Evictor:
     def use(self, pool: Pool, slots: Iterable[int]) -> None:
         """Record that blocks in these slots were used, for the choice of a slab to move."""
         self._tick += 1
-        for number in {unpack_slot(slot).slab for slot in slots}:
+        for number in {slot >> SLOT_INDEX_BITS for slot in slots}:
             if (owned := pool.slabs.get(number)) is not None:
                 owned.last_used = self._tick
 
@@ -97,7 +100,7 @@ class Evictor:
         if count > 0:
             for key in space.pool.policy.victims():
                 block = space.blocks[key]
-                if block.leases or block.children:
+                if block.leases or space.continued(block):
                     continue
                 self.drop(space, block, EvictReason.CAPACITY)
                 evicted += 1

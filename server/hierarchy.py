@@ -8,6 +8,7 @@ is one that a resident block continues, so that a chain loses its tail before it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from .core import (
     BlockKey,
@@ -18,6 +19,7 @@ from .core import (
     SessionReading,
     SlotState,
     StoreOutcome,
+    TenantReading,
     Tier,
     TierReading,
     Traffic,
@@ -26,10 +28,20 @@ from .directory import Directory, Namespace
 from .eviction import Evictor
 from .metrics import Metrics
 from .sessions import Engine, Limbo, Session
+from .tenants import NOBODY, Asked, Tenants
 from .tiers.host import HostTier
 
 STOCK_SHARE = 8
 """The stocks of free slots of all sessions together are at most the pool's slots ÷ this."""
+
+
+class _Use(NamedTuple):
+    """A lookup that was answered, but is not counted yet."""
+
+    space: Namespace
+    keys: Sequence[BlockKey]
+    slots: list[int]
+    tenant: str
 
 
 class Hierarchy:
@@ -43,9 +55,9 @@ class Hierarchy:
         self._clock = clock
         self._evictor = Evictor(host, self.directory, metrics)
         self._sessions_opened = 0
-        self._lookups = 0
-        self._tokens = dict.fromkeys(("device_asked", "device_hit", "host_asked", "host_hit"), 0)
+        self._tenants = Tenants()
         self._stores = dict.fromkeys(StoreOutcome, 0)
+        self._late: _Use | None = None
 
     # Sessions.
 
@@ -83,33 +95,63 @@ class Hierarchy:
     # The life of a block.
 
     def lookup(
-        self, session: Session, request: str, keys: Sequence[BlockKey], start: int
+        self,
+        session: Session,
+        lease: int,
+        keys: Sequence[BlockKey],
+        start: int,
+        tenant: str = NOBODY,
     ) -> tuple[list[int], list[int]]:
-        """Lease the longest prefix of `keys` from `start` on to `request`.
+        """Lease the longest prefix of `keys` from `start` on, under a number that is not in use.
 
         Returns the packed slots of the leased blocks, and the positions before `start` that the
-        host tier does not hold. A request has one lease at a time: an earlier one ends.
+        host tier does not hold. There is no lease if there are no slots. Call `record_use` when
+        the answer is on its way; whatever could evict a block calls it first.
         """
-        self.release(session, request)
+        assert lease not in session.leases, "a lease's number is used once"
+        self.record_use()
         space = session.space
         found = space.prefix(keys, start)
+        slots = []
         for block in found:
             block.leases += 1
+            slots.append(block.slot)
         if found:
-            session.leases[request] = found
-        self._lookups += 1
-        self._metrics.lookups.inc()
-        space.pool.policy.touch(keys[: start + len(found)])
-        slots = [block.slot for block in found]
-        self._evictor.use(space.pool, slots)
+            session.leases[lease] = found
+        self._late = _Use(space, keys, slots, tenant)
         return slots, [at for at in range(start) if keys[at] not in space.blocks]
 
-    def release(self, session: Session, request: str) -> None:
-        """End the leases of a request, if it has any."""
-        self._evictor.unlease(session.space, session.leases.pop(request, ()))
+    def record_use(self) -> None:
+        """Count the latest lookup, and tell its use to the policy and to the slabs."""
+        if (use := self._late) is None:
+            return
+        self._late = None
+        self._tenants.tally(use.tenant).lookups += 1
+        self._metrics.lookups.inc()
+        use.space.pool.policy.touch(use.keys)
+        self._evictor.use(use.space.pool, use.slots)
+
+    def release(self, session: Session, lease: int) -> None:
+        """End a lease, if there is one of that number."""
+        self._evictor.unlease(session.space, session.leases.pop(lease, ()))
+
+    def unreadable(self, session: Session, slots: Iterable[int]) -> None:
+        """Drop the blocks in slots that the session leases and found other bytes in.
+
+        It must not be able to drop others, so that a slot that it does not lease is only counted.
+        """
+        self.record_use()
+        space = session.space
+        leased = {block.slot: block for blocks in session.leases.values() for block in blocks}
+        for slot in slots:
+            if (block := leased.get(slot)) is None:
+                self._count_store(StoreOutcome.UNKNOWN_SLOT)
+            elif space.blocks.get(block.key) is block:
+                self._evictor.drop(space, block, EvictReason.UNREADABLE)
 
     def touch(self, session: Session, keys: Sequence[BlockKey]) -> None:
         """Record the use of a chain that the device held."""
+        self.record_use()
         session.space.pool.policy.touch(keys)
         blocks = session.space.blocks
         self._evictor.use(session.space.pool, [blocks[key].slot for key in keys if key in blocks])
@@ -120,6 +162,7 @@ class Hierarchy:
         More are promised, up to `stock` held in all, as far as that evicts nothing. May return
         fewer than `need` when the pool is leased, reserved or not allocated yet.
         """
+        self.record_use()
         space = session.space
         pool = space.pool
         granted: list[int] = []
@@ -140,29 +183,40 @@ class Hierarchy:
         return granted
 
     def commit(
-        self, session: Session, parent: BlockKey, keys: Sequence[BlockKey], slots: Sequence[int]
+        self,
+        session: Session,
+        parent: BlockKey,
+        keys: Sequence[BlockKey],
+        slots: Sequence[int],
+        tenant: str = NOBODY,
     ) -> None:
         """Make consecutive blocks visible; each lies in a slot that the session had reserved.
 
         A block that is there already gives its slot back, and so does nothing that was not
         reserved by this session.
         """
-        space = session.space
-        policy = space.pool.policy
+        self.record_use()
+        space, reserved = session.space, session.reserved
+        insert, weight = space.pool.policy.insert, space.pool.slot_bytes
+        outcomes = dict.fromkeys(StoreOutcome, 0)
         for key, slot in zip(keys, slots, strict=True):
-            if slot not in session.reserved:
-                self._count_store(StoreOutcome.UNKNOWN_SLOT)
+            if slot not in reserved:
+                outcomes[StoreOutcome.UNKNOWN_SLOT] += 1
             elif key in space.blocks:
-                session.reserved.discard(slot)
+                reserved.discard(slot)
                 self.host.give_back(space.pool, slot)
-                self._count_store(StoreOutcome.DUPLICATE)
+                outcomes[StoreOutcome.DUPLICATE] += 1
             else:
-                session.reserved.discard(slot)
+                reserved.discard(slot)
                 space.add(key, parent, slot)
-                policy.insert(key, space.pool.slot_bytes, parent or None)
-                self._count_store(StoreOutcome.COMMITTED)
+                insert(key, weight, parent or None)
+                outcomes[StoreOutcome.COMMITTED] += 1
             parent = key
         self._evictor.use(space.pool, slots)
+        self._tenants.tally(tenant).stored_blocks += outcomes[StoreOutcome.COMMITTED]
+        for outcome, blocks in outcomes.items():
+            if blocks:
+                self._count_store(outcome, blocks)
 
     def abort(self, session: Session, slots: Iterable[int]) -> None:
         """Give back reserved slots whose blocks never became visible."""
@@ -174,21 +228,17 @@ class Hierarchy:
             else:
                 self._count_store(StoreOutcome.UNKNOWN_SLOT)
 
-    def count(self, session: Session, asked: int, device: int, host: int) -> None:
+    def count(self, session: Session, asked: Asked) -> None:
         """Count the blocks that prompts could have reused, and those that each tier served."""
-        tokens = session.space.manifest.block_tokens
-        beyond = max(asked - device, 0)
-        for tier, asked_here, hit_here in (
-            (Tier.DEVICE, asked * tokens, device * tokens),
-            (Tier.HOST, beyond * tokens, host * tokens),
-        ):
-            self._tokens[f"{tier}_asked"] += asked_here
-            self._tokens[f"{tier}_hit"] += hit_here
+        tally = self._tenants.tally(asked.tenant)
+        added = tally.count(asked, session.space.manifest.block_tokens)
+        for tier, (asked_here, hit_here) in added.items():
             self._metrics.tokens_asked.labels(tier).inc(asked_here)
             self._metrics.tokens_hit.labels(tier).inc(hit_here)
 
     def reset(self, space: Namespace) -> int:
         """Drop all blocks of a namespace; a leased one stays readable until released."""
+        self.record_use()
         blocks = list(space.blocks.values())
         for block in blocks:
             self._evictor.drop(space, block, EvictReason.RESET)
@@ -245,14 +295,20 @@ class Hierarchy:
             for session in self._all_sessions()
         ]
 
+    def tenants(self) -> list[TenantReading]:
+        """Return the totals of each tenant since the start."""
+        self.record_use()
+        return self._tenants.readings()
+
     def traffic(self) -> Traffic:
         """Return the totals since the start."""
+        tenants = self.tenants()
         return Traffic(
-            lookups=self._lookups,
-            device_tokens_asked=self._tokens["device_asked"],
-            device_tokens_hit=self._tokens["device_hit"],
-            host_tokens_asked=self._tokens["host_asked"],
-            host_tokens_hit=self._tokens["host_hit"],
+            lookups=sum(tenant.lookups for tenant in tenants),
+            device_tokens_asked=sum(tenant.device_tokens_asked for tenant in tenants),
+            device_tokens_hit=sum(tenant.device_tokens_hit for tenant in tenants),
+            host_tokens_asked=sum(tenant.host_tokens_asked for tenant in tenants),
+            host_tokens_hit=sum(tenant.host_tokens_hit for tenant in tenants),
             stores=dict(self._stores),
         )
 

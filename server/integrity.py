@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .core import SlotRef
+from .core import SLOT_INDEX_BITS, SlotRef
 from .directory import Block, Namespace
 from .hierarchy import Hierarchy
 
@@ -17,8 +17,7 @@ def check_integrity(hierarchy: Hierarchy) -> None:
         policy = space.pool.policy
         assert len(policy) == len(space.blocks), "the policy knows exactly the visible blocks"
         assert set(policy.victims()) == set(space.blocks), "the policy orders the visible blocks"
-        for block in space.blocks.values():
-            assert block.children >= 0, "children are counted"
+        _check_children(space)
 
 
 def _check_slots(hierarchy: Hierarchy, space: Namespace) -> None:
@@ -36,9 +35,17 @@ def _check_slots(hierarchy: Hierarchy, space: Namespace) -> None:
         for lost in engine.limbo:
             held += lost.reserved if lost.space is space else ()
     assert sorted(pool.free + held) == sorted(whole), "slots free + held = total, each once"
-    taken = Counter(slot >> 24 for slot in held)
+    taken = Counter(slot >> SLOT_INDEX_BITS for slot in held)
     for number, owned in pool.slabs.items():
         assert owned.used == taken[number], "a slab counts its taken slots"
+
+
+def _check_children(space: Namespace) -> None:
+    children = Counter(block.parent for block in space.blocks.values())
+    for block in [*space.blocks.values(), *space.anchors.values()]:
+        assert block.children == children.pop(block, 0), "children are those that are visible"
+    assert not children.keys() - {None}, "a parent is visible or an anchor"
+    assert all(anchor.children for anchor in space.anchors.values()), "an anchor has children"
 
 
 def _check_leases(hierarchy: Hierarchy, space: Namespace) -> None:

@@ -15,7 +15,7 @@ from .directory import Block, Namespace
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One open connection of an engine. `reserved` are packed slots."""
+    """One open connection of an engine. `leases` go by number, `reserved` are packed slots."""
 
     number: int
     role: Role
@@ -24,7 +24,7 @@ class Session:
     pid: int
     space: Namespace = field(repr=False)
     opened: float
-    leases: dict[str, list[Block]] = field(default_factory=dict)
+    leases: dict[int, list[Block]] = field(default_factory=dict)
     reserved: set[int] = field(default_factory=set)
 
 

@@ -62,8 +62,13 @@ class Plane:
     def closes(self, reason: str) -> float:
         return self.do(self.metrics.session_closes.labels(reason)._value.get)
 
-    def client(self, role=Role.SCHEDULER, engine="engine", rank=0, manifest=MANIFEST, **options):
-        hello = Hello(PROTOCOL_VERSION, role, engine, rank, manifest)
+    def hello(self, role=Role.SCHEDULER, engine="engine", rank=0, manifest=MANIFEST, events=False):
+        return Hello(PROTOCOL_VERSION, role, engine, rank, manifest, events)
+
+    def client(
+        self, role=Role.SCHEDULER, engine="engine", manifest=MANIFEST, events=False, **options
+    ):
+        hello = self.hello(role, engine, manifest=manifest, events=events)
         client = Client(ClientOptions(self.path, **options), hello, LOG)
         client.start()
         return client

@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import Callable
 
+from kvtier.changes import News
 from kvtier.core import PAGE_BYTES, Manifest
 from kvtier.hierarchy import Hierarchy
 from kvtier.metrics import Metrics
@@ -48,6 +49,26 @@ def hierarchy(slots: int, clock: Callable[[], float] = time.monotonic, **options
     """Return a hierarchy over `host_tier`. Close its `host` after use."""
     tier = host_tier(slots, **options)
     return Hierarchy(tier, tier._metrics, clock)
+
+
+class Mirror:
+    """A peer that keeps what it is told: the visible blocks, with their parents."""
+
+    def __init__(self) -> None:
+        self.behind = False
+        self.known: dict[bytes, bytes] = {}
+        self.heard: list[News] = []
+
+    def tell(self, news: News) -> None:
+        """Take the news in."""
+        assert not self.behind, "what does not read is told nothing"
+        self.heard.append(news)
+        if news.whole:
+            self.known.clear()
+        for key in news.removed:
+            self.known.pop(key, None)
+        for run in news.stored:
+            self.known.update(zip(run[1:], run[:-1], strict=True))
 
 
 def chain(name: str, blocks: int) -> list[bytes]:

@@ -13,10 +13,14 @@ from ..client import Client
 from ..core import Manifest, Role
 from ..errors import EngineError
 from ..protocol import PROTOCOL_VERSION, Hello
-from .manifest import WorkerLayout, check_engine, make_manifest
+from .account import Account
+from .devices import page_caches
+from .events import EventFeed
+from .manifest import WorkerLayout, check_engine, kv_replicas, make_manifest
 from .options import read_options
-from .scheduler import SchedulerSide
-from .worker import WorkerSide, page_host
+from .scheduler import SchedulerOptions, SchedulerSide
+from .tracing import make_tracer
+from .worker import Place, WorkerSide
 
 
 class Half:
@@ -38,10 +42,10 @@ class Half:
         self.cache_config = kv_cache_config
         self.log = log
 
-    def client(self, role: Role, rank: int, manifest: Manifest) -> Client:
-        """Return a client that is not started yet."""
+    def client(self, role: Role, rank: int, manifest: Manifest, *, events: bool = False) -> Client:
+        """Return a client that is not started yet; `events` if it is to be told of changes."""
         engine = str(self.config.kv_transfer_config.engine_id)
-        hello = Hello(PROTOCOL_VERSION, role, engine, rank, manifest)
+        hello = Hello(PROTOCOL_VERSION, role, engine, rank, manifest, events)
         return Client(self.options.client(), hello, self.log)
 
 
@@ -49,19 +53,42 @@ class Scheduler(Half):
     """The half beside vLLM's scheduler. `side` is None until the workers are known."""
 
     side: SchedulerSide | None = None
+    cache_manager: Any = None
 
     def meet_workers(self, layouts: dict[int, WorkerLayout]) -> None:
         """Make the manifest from what the workers found, and connect."""
+        if not all(isinstance(each, WorkerLayout) for each in layouts.values()):
+            raise EngineError(
+                "another connector took the handshake that kvtier needs: list KVTierConnector "
+                "first among the connectors of MultiConnector"
+            )
         different = {(each.shard_bytes, each.layout) for each in layouts.values()}
         if len(different) != 1:
             raise EngineError(
                 f"the ranks of this engine lay out their KV caches in {len(different)} ways, and "
                 f"kvtier needs one"
             )
-        manifest = make_manifest(self.config, next(iter(layouts.values())))
-        client = self.client(Role.SCHEDULER, 0, manifest)
+        layout = next(iter(layouts.values()))
+        manifest = make_manifest(self.config, layout, self.options.checksum)
+        events = self.config.kv_events_config
+        feed = None
+        if events is not None and events.enable_kv_cache_events:
+            feed = EventFeed(manifest.block_tokens)
+        client = self.client(Role.SCHEDULER, 0, manifest, events=feed is not None)
         client.start()
-        self.side = SchedulerSide(client, manifest.block_tokens, manifest.shards)
+        options = SchedulerOptions(
+            block_tokens=manifest.block_tokens,
+            block_bytes=manifest.shard_bytes * manifest.shards,
+            ranks=self.config.parallel_config.tensor_parallel_size,
+            asynchronous=layout.asynchronous,
+        )
+        tracer = make_tracer(self.options.otlp_endpoint, self.log)
+        self.side = SchedulerSide(Account(client, self.log), options, self.log, tracer, feed)
+        self.side.cache_manager = self.cache_manager
+
+    def bind(self, cache_manager: Any) -> None:
+        """Take vLLM's own cache manager, which comes before the workers are known."""
+        self.cache_manager = cache_manager
 
     def close(self) -> None:
         """Leave the server."""
@@ -73,17 +100,21 @@ class Worker(Half):
     """The half of one rank. `side` is None until vLLM has registered its KV caches."""
 
     side: WorkerSide | None = None
+    page_caches = staticmethod(page_caches)
 
     def register(self, caches: dict[str, Any]) -> None:
         """Find out how pages lie in the caches, connect, and map slabs."""
         group = self.cache_config.kv_cache_groups[0]
         tensors = [caches[name] for name in group.layer_names]
-        paging = page_host(tensors, self.cache_config.num_blocks)
-        self.layout = WorkerLayout(paging.shard_bytes, paging.layout, paging.layers)
-        manifest = make_manifest(self.config, self.layout)
-        rank = self.config.parallel_config.rank
+        paging = self.page_caches(tensors, self.cache_config.num_blocks)
+        self.layout = WorkerLayout(
+            paging.shard_bytes, paging.layout, paging.layers, paging.asynchronous
+        )
+        manifest = make_manifest(self.config, self.layout, self.options.checksum)
+        rank, replicas = self.config.parallel_config.rank, kv_replicas(self.config)
         client = self.client(Role.WORKER, rank, manifest)
-        self.side = WorkerSide(client, paging, manifest, rank, self.log)
+        place = Place(rank // replicas, rank % replicas, replicas)
+        self.side = WorkerSide(client, paging, manifest, place, self.log)
         self.side.start()
 
     def close(self) -> None:

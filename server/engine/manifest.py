@@ -38,6 +38,8 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
     shard_bytes: int
     layout: str
     layers: int
+    asynchronous: bool
+    """Loads go on beside the model."""
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -118,7 +120,21 @@ def check_groups(kv_cache_config: Any, block_size: int) -> None:
         )
 
 
-def make_manifest(vllm_config: Any, layout: WorkerLayout) -> Manifest:
+def kv_replicas(vllm_config: Any) -> int:
+    """Return how many neighbouring ranks hold the same KV heads: all of them for MLA.
+
+    Where layers differ in their heads, each rank counts as one: what is equal is stored twice.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    ranks = int(parallel.tensor_parallel_size)
+    if model.use_mla:
+        return ranks
+    heads, each = model.get_total_num_kv_heads(), model.get_num_kv_heads(parallel)
+    held = ranks * each
+    return held // heads if isinstance(heads, int) and held % heads == 0 else 1
+
+
+def make_manifest(vllm_config: Any, layout: WorkerLayout, checksum: str) -> Manifest:
     """Return the manifest of the namespace that this engine shares with its equals."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
@@ -133,9 +149,10 @@ def make_manifest(vllm_config: Any, layout: WorkerLayout) -> Manifest:
         layers=layout.layers,
         layout=layout.layout,
         shard_bytes=layout.shard_bytes,
-        shards=vllm_config.parallel_config.tensor_parallel_size,
+        shards=vllm_config.parallel_config.tensor_parallel_size // kv_replicas(vllm_config),
         hash_algorithm=algorithm,
         hash_seed=hashlib.sha256(seed.encode()).hexdigest()[:16],
+        checksum=checksum,
     )
 
 

@@ -11,17 +11,28 @@ from typing import Any
 from ..client import ClientOptions
 from ..config import default_socket
 from ..errors import EngineError
+from .tracing import check_endpoint
 
-KEYS = ("socket", "deadline_ms")
+KEYS = ("socket", "deadline_ms", "verify_loads", "otlp_endpoint")
 DEADLINE_MS_AT_MOST = 60_000
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
-    """`socket`: the server's path. `deadline_ms`: longest wait for one call, 250 by default."""
+    """How this engine deals with the server."""
 
     socket: Path
     deadline_ms: int = 250
+    """Longest wait for one call."""
+    verify_loads: bool = False
+    """Seal what is stored and check it when it is loaded. Such engines share with each other."""
+    otlp_endpoint: str | None = None
+    """Where OpenTelemetry spans go (OTLP over HTTP); None for no spans."""
+
+    @property
+    def checksum(self) -> str:
+        """Name of the checksum that seals blocks, for the manifest."""
+        return "xxh3_128" if self.verify_loads else "none"
 
     def client(self) -> ClientOptions:
         """Return the client's options."""
@@ -44,4 +55,11 @@ def read_options(extra: Mapping[str, Any]) -> ConnectorOptions:
             f"kv_connector_extra_config: deadline_ms is {deadline!r}, and must be a whole number "
             f"of milliseconds from 1 to {DEADLINE_MS_AT_MOST}"
         )
-    return ConnectorOptions(Path(path) if path else default_socket(), deadline)
+    verify = extra.get("verify_loads", False)
+    if type(verify) is not bool:
+        raise EngineError(
+            f"kv_connector_extra_config: verify_loads is {verify!r}, and must be true or false"
+        )
+    if (endpoint := extra.get("otlp_endpoint")) is not None:
+        check_endpoint(str(endpoint))
+    return ConnectorOptions(Path(path) if path else default_socket(), deadline, verify, endpoint)

@@ -1,227 +1,313 @@
 """The scheduler side: what to load, what to store, and what to tell the server, step by step.
 
-It asks the server once a request (a lookup), and otherwise only talks when blocks filled. Slots
-for stores come from a small stock, so that a step waits for the server only when the stock is too
-small. A slot belongs to the session it was promised in: after a reconnection, what was promised
-before is never committed, and the server is told when no worker copies for it any more.
+It asks the server once a request (a lookup), and otherwise only talks when blocks filled. While a
+request loads a prefix, others with the same prefix wait: so it is loaded once, and nobody computes
+on top of a block whose load may fail. If one fails, vLLM computes it again, what vLLM's own prefix
+cache had taken for loaded is forgotten, and nothing computed on top of it is stored.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from logging import Logger
+from typing import Any
 
 from .. import protocol as wire
-from ..client import Client
-from .plan import StepPlan, WorkerReport
-from .stats import MISSES, ConnectorStats
-
-STOCK = 32
-"""Slots that the server is asked to keep ready for this engine."""
-STEPS_BETWEEN_ASKS = 8
-"""Steps without asking, after the server could not give enough slots."""
-
-
-class Promise(NamedTuple):
-    """Who promised slots: a server's start and the session with it; `NOBODY` if none."""
-
-    server: str
-    session: int
+from ..core import Tier
+from .account import Account
+from .events import EventFeed
+from .inflight import Candidate, InFlight, Loading, Plan
+from .plan import NOBODY, Load, Move, StepPlan, WorkerReport, seed
+from .requests import Match, Tracked, joined, track
+from .stats import BYPASSED, MISSES, ConnectorStats
+from .tracing import LOAD, LOOKUP, STORE, Span, Tracer
 
 
-NOBODY = Promise("", 0)
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What the scheduler side knows of its engine. `ranks` report each plan."""
 
-
-@dataclass(slots=True)
-class Match:
-    """A lookup's answer, until vLLM has allocated blocks for it."""
-
-    first: int
-    last: int
-    slots: list[int]
-    by: Promise
-
-
-@dataclass(slots=True)
-class Tracked:
-    """A request that vLLM has not finished. Positions count blocks of the request."""
-
-    request: Any
-    stored: int = 0
-    """Blocks before this one are held by the server, or on their way, or not ours to store."""
-    refill: list[int] = field(default_factory=list)
-    """Blocks before `stored` that the device holds and the server does not."""
-    match: Match | None = None
-
-
-@dataclass(slots=True)
-class Candidate:
-    """A block that is complete after this step and could be stored."""
-
-    request: str
-    position: int
-    key: bytes
-    parent: bytes
-    block: int
-
-
-@dataclass(slots=True)
-class Outstanding:
-    """A plan that workers have not all carried out. `candidates` and `slots` are parallel."""
-
-    by: Promise
-    candidates: list[Candidate]
-    slots: list[int]
-    loading: list[str]
-    reports: int = 0
-    discarded: bool = False
+    block_tokens: int
+    block_bytes: int
+    """Of all ranks."""
+    ranks: int
+    asynchronous: bool
+    """Loads go on beside the model, and vLLM must be told so."""
 
 
 class SchedulerSide:
     """The half of the connector that lives beside vLLM's scheduler."""
 
-    def __init__(self, client: Client, block_tokens: int, ranks: int) -> None:
-        self._client = client
-        self._block_tokens = block_tokens
-        self._ranks = ranks
+    def __init__(
+        self,
+        account: Account,
+        options: SchedulerOptions,
+        log: Logger,
+        tracer: Tracer,
+        events: EventFeed | None,
+    ) -> None:
+        self.asynchronous = options.asynchronous
+        self.cache_manager: Any = None
+        """vLLM's own, once it is bound: to forget blocks whose load failed."""
+        self._account = account
+        self._options = options
+        self._block_tokens = options.block_tokens
+        self._log = log
+        self._tracer = tracer
+        self._events = events
+        self._events_by = NOBODY
         self._requests: dict[str, Tracked] = {}
-        self._loads: list[tuple[str, Match, list[int]]] = []
+        self._loads: list[Loading] = []
         self._trailing: list[tuple[Tracked, list[int]]] = []
-        self._storing: set[bytes] = set()
-        """Keys whose copies are planned and not committed: nothing is copied twice."""
-        self._outstanding: dict[int, Outstanding] = {}
-        self._outbox = wire.Step(seq=0)
-        self._stock: list[int] = []
-        self._by = NOBODY
-        self._settled = NOBODY
+        self._inflight = InFlight(options.ranks)
+        self._bypassed: Counter[str] = Counter()
         self._seq = 0
-        self._asks_paused = 0
 
     # vLLM's hooks, in the order of a request's life.
 
-    def matched_tokens(self, request: Any, computed: int) -> int:
-        """Return how many tokens after `computed` the server has ready, leased to the request."""
-        self._meet()
-        tracked = self._requests.setdefault(request.request_id, Tracked(request))
+    def matched_tokens(self, request: Any, computed: int) -> int | None:
+        """Return how many tokens after `computed` the server has ready, leased to the request.
+
+        None asks vLLM to come back with this request in a later step.
+        """
+        self._account.meet()
+        tracked = self._track(request)
         first = computed // self._block_tokens
-        last = self._reusable(request)
+        last = tracked.reusable(self._block_tokens)
+        hashes = request.block_hashes[:last]
+        if self._inflight.loading_any(hashes):
+            return None
         match = tracked.match
-        if match is not None and (match.by, match.first, match.last) == (self._by, first, last):
+        asked = (self._account.by, first, last)
+        if match is not None and (match.by, match.first, match.last) == asked:
             return len(match.slots) * self._block_tokens
         self._forget_match(tracked)
         tracked.stored, tracked.refill = first, []
-        if last <= first or bypassed(request) or request.skip_reading_prefix_cache:
+        if last <= first or tracked.bypass or not tracked.controls.load:
             return 0
-        keys = b"".join(request.block_hashes[:last])
-        found = self._client.lookup(request.request_id, keys, first)
-        if found is None:
+        if request.skip_reading_prefix_cache or tracked.load_failed:
             return 0
-        tracked.match = Match(first, last, found.slots, self._by)
-        tracked.refill = found.absent
-        return len(found.slots) * self._block_tokens
+        return self._look_up(tracked, hashes, first)
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """Plan the load of `external` tokens into the request's `blocks`."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or bypassed(request):
+        if tracked is None or tracked.bypass:
             return
         match, tracked.match = tracked.match, None
         first, loaded = tracked.stored, external // self._block_tokens
         if match is not None and loaded:
-            match.slots = match.slots[:loaded]
-            self._loads.append((request.request_id, match, [*blocks[first : first + loaded]]))
-        elif match is not None and match.slots:
-            self._outbox.releases.append(request.request_id)
-        elif match is None and first:
-            self._outbox.touches.append(b"".join(request.block_hashes[:first]))
+            keys = request.block_hashes[first : first + loaded]
+            slots = match.slots[:loaded]
+            span = self._tracer.span(LOAD, request.trace_headers)
+            loading = Loading(
+                request.request_id, match.lease, match.by, first, keys, slots, [*blocks], span
+            )
+            self._loads.append(loading)
+            self._inflight.planned(loading)
+        elif match is not None:
+            self._release(match)
+        elif first and not tracked.admitted:
+            self._account.say.touches.append(joined(request.block_hashes[:first]))
         tracked.stored = first + loaded
-        if not request.num_preemptions:
-            self._outbox.asked += self._reusable(request)
-            self._outbox.device += first
-            self._outbox.host += loaded
+        if not tracked.admitted:
+            tracked.admitted = True
+            self._count(tracked, first, loaded)
 
     def plan_step(self, scheduler_output: Any) -> StepPlan:
         """Return the copies of this step."""
-        self._meet()
-        plan = StepPlan(finished=[tracked.request.request_id for tracked, _ in self._trailing])
+        self._account.meet()
         loads, self._loads = self._loads, []
-        by = loads[0][1].by if loads else self._by
-        for _, match, blocks in loads:
-            plan.loads += zip(blocks, match.slots, strict=True)
-        candidates: list[Candidate] = []
+        plan = StepPlan(
+            by=self._account.by,
+            loads=[_load(loading) for loading in loads],
+            finished=[tracked.request.request_id for tracked, _ in self._trailing],
+        )
+        candidates: Sequence[Candidate] = ()
         slots: list[int] = []
-        if self._by is not NOBODY and by == self._by:
-            candidates = self._candidates(scheduler_output)
-            slots = self._take_slots(len(candidates)) if candidates else []
+        if plan.by is not NOBODY and (candidates := self._candidates(scheduler_output)):
+            slots = self._account.take_slots(len(candidates))
             candidates = candidates[: len(slots)]
-            self._plan_stores(plan, candidates, slots)
+            self._mark_stored(candidates)
         self._trailing = []
+        plan.stores = [
+            Move(one.block, slot, seed(one.key))
+            for one, slot in zip(candidates, slots, strict=True)
+        ]
+        if self._inflight.reads:
+            plan.fences = self._inflight.fences(self._written(scheduler_output, loads))
         if plan.loads or plan.stores or plan.finished:
             self._seq += 1
-            plan.seq, plan.server, plan.session = self._seq, by.server, by.session
-            loading = [request for request, _, _ in loads]
-            self._outstanding[plan.seq] = Outstanding(by, candidates, slots, loading)
-        self._settle()
-        self._flush()
+            plan.seq = self._seq
+            one = Plan(plan.by, loads, candidates, slots)
+            if candidates:
+                headers = candidates[0].tracked.request.trace_headers
+                one.store_span = self._tracer.span(STORE, headers)
+            self._inflight.start(plan, one)
+        self._account.settle(self._inflight.promises())
+        self._account.flush()
         return plan
 
     def reported(self, report: WorkerReport) -> None:
         """Commit what all ranks have copied, and end the leases of what they have loaded."""
-        self._meet()
-        for seq, ranks in report.done.items():
-            if (done := self._outstanding.get(seq)) is None:
-                continue
-            done.reports += ranks
-            if done.reports >= self._ranks:
-                del self._outstanding[seq]
-                self._finish(done, report.failed)
-        self._flush()
+        self._account.meet()
+        for seq, ranks in report.loaded.items():
+            if (done := self._inflight.loaded(seq, ranks, report.unloaded)) is not None:
+                self._finish_loads(done, report.unreadable)
+        for seq, ranks in report.stored.items():
+            if (done := self._inflight.stored(seq, ranks, report.unwritten)) is not None:
+                self._finish_stores(done)
+        self._account.flush()
 
-    def finished(self, request: Any, blocks: Sequence[int]) -> bool:
-        """Forget a request. Returns True if its blocks must wait for a last store."""
+    def distrust(self) -> None:
+        """Let nothing under way become visible: blocks that it may stand on were not loaded.
+
+        Whose load it was is not known: beside others, as a child of MultiConnector, any one's.
+        """
+        self._inflight.discard_stores()
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request.
+
+        Returns whether its blocks must wait for a last store, and what to tell the user.
+        """
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
-            return False
+            return False, None
         self._forget_match(tracked)
-        full = min(request.num_computed_tokens // self._block_tokens, len(request.block_hashes))
+        answer = {"kvtier": {"error": tracked.refusal}} if tracked.refusal else None
         ended_well = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-        if not ended_well or bypassed(request) or self._by is NOBODY:
-            return False
+        if not ended_well or not _stores(tracked) or self._account.by is NOBODY:
+            return False, answer
+        full = tracked.cacheable(request.num_computed_tokens, self._block_tokens)
         if tracked.stored >= min(full, len(blocks)):
-            return False
+            return False, answer
         self._trailing.append((tracked, [*blocks]))
-        return True
+        return True, answer
 
     def reset(self) -> bool:
         """Drop the namespace's blocks on the server; what is being copied is never committed."""
-        for outstanding in self._outstanding.values():
-            outstanding.discarded = True
-        return self._client.reset() is not None
+        self._inflight.discard_stores()
+        for tracked in self._requests.values():
+            self._forget_match(tracked)
+        self._account.flush()
+        self._account.reset()
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way that a further step must report."""
+        return bool(self._inflight)
+
+    def take_events(self) -> Iterable[Any]:
+        """Return what became of blocks in the server's tiers, as vLLM's KV events."""
+        if self._events is None:
+            return ()
+        self._account.meet()
+        lost = []
+        if self._events_by not in (NOBODY, self._account.by):
+            lost = self._events.lost()
+        self._events_by = self._account.by
+        return [*lost, *self._events.take(self._account.changes())]
 
     def take_stats(self) -> ConnectorStats | None:
-        """Return the misses by reason since the last call; None if there were none."""
-        failures, self._client.failures = self._client.failures, Counter()
-        if not failures:
-            return None
-        return ConnectorStats({f"{MISSES}:{why}": count for why, count in failures.items()})
+        """Return misses and bypasses by reason since the last call; None if there were none."""
+        counts = {f"{MISSES}:{why}": n for why, n in self._account.take_failures().items()}
+        counts |= {f"{BYPASSED}:{why}": n for why, n in self._bypassed.items()}
+        self._bypassed.clear()
+        return ConnectorStats(counts) if counts else None
 
     def close(self) -> None:
         """Leave the server."""
-        self._client.close()
+        self._account.close()
+        self._tracer.close()
 
-    # Loads and stores.
+    # Lookups and loads.
 
-    def _plan_stores(
-        self, plan: StepPlan, candidates: Sequence[Candidate], slots: Sequence[int]
-    ) -> None:
-        for candidate, slot in zip(candidates, slots, strict=True):
-            plan.stores.append((candidate.block, slot))
-            self._storing.add(candidate.key)
-            tracked = self._requests.get(candidate.request)
-            if tracked is not None:
-                tracked.stored = max(tracked.stored, candidate.position + 1)
+    def _track(self, request: Any) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = self._requests[request.request_id] = track(request, self._block_tokens)
+            if tracked.bypass is not None:
+                self._bypassed[tracked.bypass] += 1
+            if tracked.refusal:
+                self._log.warning("a request goes past the cache: %s", tracked.refusal)
+        return tracked
+
+    def _look_up(self, tracked: Tracked, hashes: Sequence[bytes], first: int) -> int:
+        span = self._tracer.span(LOOKUP, tracked.request.trace_headers)
+        found = self._account.lookup(joined(hashes), first, tracked.controls.tenant)
+        hits = 0
+        if found is not None:
+            hits = len(found.slots)
+            tracked.match = Match(first, len(hashes), found.slots, self._account.by, found.seq)
+            tracked.refill = found.absent
+        tokens = self._block_tokens
+        span.end(
+            requested_tokens=len(hashes) * tokens,
+            device_tokens=first * tokens,
+            hit_tokens=hits * tokens,
+            tier=Tier.HOST,
+        )
+        return hits * tokens
+
+    def _end(self, span: Span, blocks: int, failed: int) -> None:
+        span.end(
+            tokens=blocks * self._options.block_tokens,
+            bytes=blocks * self._options.block_bytes,
+            failed_blocks=failed,
+            tier=Tier.HOST,
+        )
+
+    def _finish_loads(self, done: Plan, unreadable: set[int]) -> None:
+        for loading in done.loads:
+            if loading.by == self._account.by:
+                worthless = [slot for slot in loading.slots if slot in unreadable]
+                self._account.say.unreadable += worthless
+                self._account.say.releases.append(loading.lease)
+            lost = [at for at, slot in enumerate(loading.slots, loading.first)
+                    if slot in done.failed]  # fmt: skip
+            if lost:
+                self._forget_from(loading, lost)
+            self._end(loading.span, len(loading.slots), len(lost))
+
+    def _forget_from(self, loading: Loading, lost: Sequence[int]) -> None:
+        """Undo what was built on blocks that could not be loaded.
+
+        vLLM's prefix cache has entries for them and for what follows already, and would serve
+        them to others before they are computed again.
+        """
+        if self.cache_manager is not None:
+            self.cache_manager.evict_blocks(set(loading.blocks[lost[0] :]))
+        if (tracked := self._requests.get(loading.request)) is not None:
+            tracked.refill = [at for at in tracked.refill if at < lost[0]]
+            tracked.stored = min(tracked.stored, lost[0])
+            tracked.load_failed = True
+
+    def _forget_match(self, tracked: Tracked) -> None:
+        if tracked.match is not None:
+            self._release(tracked.match)
+        tracked.match = None
+
+    def _release(self, match: Match) -> None:
+        if match.slots and match.by == self._account.by:
+            self._account.say.releases.append(match.lease)
+
+    def _count(self, tracked: Tracked, device: int, host: int) -> None:
+        asked = tracked.reusable(self._block_tokens)
+        if asked:
+            self._account.say.asked.append(wire.Asked(tracked.controls.tenant, asked, device, host))
+
+    # Stores.
+
+    def _mark_stored(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            tracked, position = candidate.tracked, candidate.position
+            tracked.stored = max(tracked.stored, position + 1)
+            if self._events is not None:
+                self._events.remember(tracked.request, position, position + 1)
 
     def _candidates(self, scheduler_output: Any) -> list[Candidate]:
         """Return the blocks that are complete after this step, each key once, parents first."""
@@ -230,7 +316,7 @@ class SchedulerSide:
             self._add_candidates(found, ended, its_blocks, ended.request.num_computed_tokens)
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
-            if tracked is None or bypassed(tracked.request):
+            if tracked is None or not _stores(tracked):
                 continue
             computed = tracked.request.num_computed_tokens + scheduled
             if tracked.refill or computed // self._block_tokens > tracked.stored:
@@ -242,98 +328,52 @@ class SchedulerSide:
         self, found: dict[bytes, Candidate], tracked: Tracked, blocks: Sequence[int], computed: int
     ) -> None:
         hashes = tracked.request.block_hashes
-        full = min(computed // self._block_tokens, len(hashes), len(blocks))
+        full = min(tracked.cacheable(computed, self._block_tokens), len(blocks))
         for position in [*tracked.refill, *range(tracked.stored, full)]:
             key = hashes[position]
-            if key not in self._storing and key not in found:
+            if not self._inflight.storing(key) and key not in found:
                 parent = hashes[position - 1] if position else b""
-                found[key] = Candidate(
-                    tracked.request.request_id, position, key, parent, blocks[position]
-                )
+                found[key] = Candidate(tracked, position, key, parent, blocks[position])
             elif position == tracked.stored:
                 tracked.stored += 1
         tracked.refill = []
 
-    def _take_slots(self, need: int) -> list[int]:
-        """Return up to `need` slots, from the stock or, if that is too small, by asking."""
-        self._stock += self._client.grants()
-        short = need - len(self._stock)
-        if short > 0 and self._asks_paused:
-            self._asks_paused -= 1
-        elif short > 0:
-            step, self._outbox = self._outbox, wire.Step(seq=0)
-            step.need, step.stock = short, STOCK
-            granted = self._client.step(step)
-            self._stock += [] if granted is None else granted.slots
-            if need > len(self._stock):
-                self._asks_paused = STEPS_BETWEEN_ASKS
-        if self._client.meet() is None:
-            self._stock = []
-        taken, self._stock = self._stock[:need], self._stock[need:]
-        return taken
+    def _written(self, scheduler_output: Any, loads: Iterable[Loading]) -> list[int]:
+        """Return the device blocks that this step writes, by computing or by loading."""
+        written: list[int] = []
+        for loading in loads:
+            written += loading.blocks[loading.first :]
+        for request_id in scheduler_output.num_scheduled_tokens:
+            blocks = scheduler_output.kv_connector_block_state.get_block_ids(request_id)[0]
+            tracked = self._requests.get(request_id)
+            computed = 0 if tracked is None else tracked.request.num_computed_tokens
+            written += blocks[computed // self._block_tokens :]
+        return written
 
-    def _finish(self, done: Outstanding, failed: set[int]) -> None:
-        self._storing.difference_update(candidate.key for candidate in done.candidates)
-        if done.by != self._by:
+    def _finish_stores(self, done: Plan) -> None:
+        failed = sum(slot in done.failed for slot in done.slots)
+        if done.store_span is not None:
+            self._end(done.store_span, len(done.slots), failed)
+        if done.by != self._account.by:
             return
-        self._outbox.releases += done.loading
-        if done.discarded:
-            self._outbox.aborts += done.slots
-            return
-        self._outbox.aborts += [slot for slot in done.slots if slot in failed]
-        self._outbox.commits += chains(
-            (candidate, slot)
-            for candidate, slot in zip(done.candidates, done.slots, strict=True)
-            if slot not in failed
-        )
-
-    # The session with the server.
-
-    def _meet(self) -> None:
-        """Drop what an earlier session was promised, if the present one is new."""
-        welcome = self._client.meet()
-        by = NOBODY if welcome is None else Promise(welcome.server, welcome.session)
-        if by != self._by:
-            self._by = by
-            self._stock = []
-            self._outbox = wire.Step(seq=0)
-            self._asks_paused = 0
-
-    def _settle(self) -> None:
-        """Say once a session that no worker copies for an earlier one any more."""
-        if self._by is not NOBODY and self._settled != self._by:
-            older = (done.by for done in self._outstanding.values())
-            if not any(by.server == self._by.server and by != self._by for by in older):
-                self._outbox.settled = True
-                self._settled = self._by
-
-    def _flush(self) -> None:
-        """Send what there is to say, one way."""
-        step = self._outbox
-        if len(self._stock) < STOCK // 2 and (step.commits or step.aborts):
-            step.stock = STOCK
-        said = step.commits or step.aborts or step.releases or step.touches
-        if said or step.asked or step.settled:
-            self._outbox = wire.Step(seq=0)
-            self._client.send_step(step)
-
-    def _forget_match(self, tracked: Tracked) -> None:
-        if tracked.match is not None and tracked.match.slots:
-            self._outbox.releases.append(tracked.request.request_id)
-        tracked.match = None
-
-    def _reusable(self, request: Any) -> int:
-        """Return the blocks that a cache may serve: at least one token is left to compute."""
-        return min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
+        say = self._account.say
+        pairs = list(zip(done.candidates, done.slots, strict=True))
+        kept = [pair for pair in pairs if pair[1] not in done.failed and not done.discarded]
+        say.aborts += [slot for _, slot in pairs if slot in done.failed or done.discarded]
+        say.commits += chains(kept)
 
 
-def bypassed(request: Any) -> bool:
-    """Return whether a request's KV is not, or not only, what its block hashes say."""
-    return (
-        request.pooling_params is not None
-        or request.lora_request is not None
-        or request.prompt_embeds is not None
-    )
+def _load(loading: Loading) -> Load:
+    blocks = loading.blocks[loading.first : loading.first + len(loading.slots)]
+    moves = [
+        Move(block, slot, seed(key))
+        for block, slot, key in zip(blocks, loading.slots, loading.keys, strict=True)
+    ]
+    return Load(loading.request, loading.by, moves)
+
+
+def _stores(tracked: Tracked) -> bool:
+    return tracked.bypass is None and tracked.controls.store
 
 
 def chains(pairs: Iterable[tuple[Candidate, int]]) -> list[wire.Chain]:
@@ -341,10 +381,11 @@ def chains(pairs: Iterable[tuple[Candidate, int]]) -> list[wire.Chain]:
     found: list[wire.Chain] = []
     last = b""
     for candidate, slot in pairs:
-        if found and candidate.parent == last:
+        tenant = candidate.tracked.controls.tenant
+        if found and candidate.parent == last and tenant == found[-1].tenant:
             found[-1].keys += candidate.key
             found[-1].slots.append(slot)
         else:
-            found.append(wire.Chain(candidate.parent, bytes(candidate.key), [slot]))
+            found.append(wire.Chain(candidate.parent, bytes(candidate.key), [slot], tenant))
         last = candidate.key
     return found

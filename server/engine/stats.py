@@ -16,18 +16,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from ..client import FAILURES
+from .requests import Bypass
 
 COPIES = {
     "loaded_blocks": "Blocks copied from the kvtier server's slots into the KV cache.",
     "loaded_bytes": "Bytes of these blocks, on all ranks.",
     "load_seconds": "Time that these copies took, summed over ranks.",
     "load_failed_blocks": "Blocks that could not be loaded and were computed again.",
+    "corrupt_blocks": "Blocks whose checksum was wrong when they were to be loaded.",
     "stored_blocks": "Blocks copied from the KV cache into the kvtier server's slots.",
     "stored_bytes": "Bytes of these blocks, on all ranks.",
     "store_seconds": "Time that these copies took, summed over ranks.",
     "store_failed_blocks": "Blocks that could not be stored.",
 }
 MISSES = "misses"
+BYPASSED = "bypassed_requests"
 NOT_NUMBERS = "bad_deltas"
 
 
@@ -76,6 +79,9 @@ class ConnectorMetrics(KVConnectorPromMetrics):
             for engine, values in per_engine_labelvalues.items():
                 self._counters[engine, name] = counter.labels(*values)
         self._by_reason(MISSES, "Calls to the kvtier server that failed: each is a miss.", FAILURES)
+        self._by_reason(
+            BYPASSED, "Requests that neither load nor store, by what they are.", tuple(Bypass)
+        )
         self._by_reason(NOT_NUMBERS, "Readings that were no counts and were left out.", ("value",))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -1,55 +1,102 @@
 """The contract of an eviction policy.
 
-A policy is bookkeeping only: no I/O, no clock, no knowledge of leases or tiers. It orders the
-blocks of one tier from coldest to hottest and keeps parents hotter than their children, so that a
-chain loses its tail before its head.
+A policy is bookkeeping only: no I/O, no clock, no knowledge of leases or tiers, and it is not told
+the tier's capacity: what is resident when a block is evicted is the capacity. It orders the blocks
+of one tier from coldest to hottest and keeps parents hotter than their children, so that a chain
+loses its tail before its head.
+
+One request counts as one use of each of its blocks: one `touch` of the whole chain that it asked
+for, and an `insert` for each block that was not there. Weights are in bytes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
 
 from ..core import BlockKey
+from .ghosts import Ghosts
+
+NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+class Known(NamedTuple):
+    """What a policy knows of one resident block."""
+
+    key: BlockKey
+    weight: int
+    uses: int
+    """Requests that used it, as far as the policy counts them; at least 1."""
+    parent: BlockKey | None
+    """None at the head of a chain. The parent need not be resident."""
+
+    def node(self) -> tuple[BlockKey, int, BlockKey | None, int]:
+        """Return what a policy's own record of a block begins with."""
+        return self.key, self.weight, self.parent, self.uses
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """What a policy knows, for the next one to adopt: blocks and weights, coldest first."""
+    """What a policy knows, for the next one to adopt."""
 
-    blocks: tuple[tuple[BlockKey, int], ...]
+    blocks: tuple[Known, ...]
+    """Coldest first; a parent stands after its children."""
+    ghosts: Ghosts = field(default_factory=Ghosts)
+    """Uses of blocks that are not resident any more."""
+    learnt: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that only a policy of the same kind understands, by name."""
 
 
 class EvictionPolicy(ABC):
-    """Orders blocks for eviction. Each operation takes O(1) or O(log n) a block."""
+    """Orders blocks for eviction. Each operation takes O(1) or O(log n) a block.
+
+    A block leaves in one of two ways: `evict` says that it went for room, and that it is worth
+    remembering; `remove` that it was dropped and means nothing.
+    """
 
     name: ClassVar[str]
 
     @abstractmethod
     def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
-        """Take in a new block of `weight` bytes, colder than its resident `parent`."""
+        """Take in a block of `weight` bytes that is not resident, colder than its `parent`."""
 
     @abstractmethod
     def touch(self, chain: Sequence[BlockKey]) -> None:
-        """Record one request's use of a chain, head first. Blocks not resident are passed over."""
+        """Record one request's use of the chain that it asked for, from the first block on.
+
+        It includes blocks that are not resident: they tell a policy what a hit would have been.
+        """
 
     @abstractmethod
     def remove(self, key: BlockKey) -> None:
-        """Forget a resident block."""
+        """Forget a resident block that is dropped."""
+
+    def evict(self, key: BlockKey) -> None:
+        """Take out a resident block that goes for room. It may be remembered as a ghost."""
+        self.remove(key)
 
     @abstractmethod
     def victims(self) -> Iterator[BlockKey]:
-        """Yield resident blocks, coldest first. The caller may remove what was just yielded."""
+        """Yield resident blocks, coldest first, a parent never before its resident children.
+
+        The caller may remove or evict what was just yielded, may pass it over, and may stop at any
+        time; it makes no other call meanwhile. A parent whose children are all passed over may be
+        left out. What is evicted as it comes leaves nothing behind.
+        """
 
     @abstractmethod
     def export(self) -> PolicyState:
-        """Return what a successor can adopt."""
+        """Return what a successor can adopt, independent of this policy. O(blocks)."""
 
     @abstractmethod
     def adopt(self, state: PolicyState) -> None:
-        """Take over a predecessor's state. Call it on a fresh policy."""
+        """Take over a predecessor's state: its order, and what fits of the rest. O(blocks).
+
+        Call it once, on a policy that is empty.
+        """
 
     @abstractmethod
     def __len__(self) -> int:
@@ -58,3 +105,15 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def __contains__(self, key: object) -> bool:
         """Return whether the block is resident."""
+
+
+def credited_uses(blocks: Sequence[Known]) -> list[int]:
+    """Return each block's uses, but no more than those of any hotter one.
+
+    What a predecessor counted thus counts here without changing the order that it had settled on.
+    """
+    credited = [0] * len(blocks)
+    least = max((known.uses for known in blocks), default=1)
+    for at in range(len(blocks) - 1, -1, -1):
+        least = credited[at] = min(least, blocks[at].uses)
+    return credited

@@ -103,7 +103,8 @@ def engine_metrics():
     for node in ast.parse((ROOT / "server/engine/stats.py").read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             assigned[node.targets[0].id] = ast.literal_eval(node.value)
-    names = [*assigned["COPIES"], assigned["MISSES"], assigned["NOT_NUMBERS"]]
+    reasons = [assigned[name] for name in ("MISSES", "BYPASSED", "NOT_NUMBERS")]
+    names = [*assigned["COPIES"], *reasons]
     return [f"kvtier_engine_{name}" for name in names]
 
 

@@ -15,6 +15,7 @@ from kvtier.config import Settings
 from kvtier.core import Role
 from kvtier.hierarchy import Hierarchy
 from kvtier.metrics import Metrics
+from kvtier.protocol import Asked
 from kvtier.tiers.host import HostOptions, HostTier
 from support import MANIFEST
 
@@ -38,13 +39,13 @@ class Control:
         await self.host.allocate()
         self.ready = True
 
-    def store(self, count):
+    def store(self, count, tenant=""):
         """Store a chain of blocks as an engine does, and look it up again."""
         session = self.hierarchy.open_session(Role.SCHEDULER, "engine-1", 0, 4711, MANIFEST)
         keys = [bytes([number]) * 32 for number in range(count)]
-        self.hierarchy.commit(session, b"", keys, self.hierarchy.reserve(session, count, 0))
-        self.hierarchy.lookup(session, "request-1", keys, 0)
-        self.hierarchy.count(session, asked=count, device=1, host=count - 1)
+        self.hierarchy.commit(session, b"", keys, self.hierarchy.reserve(session, count, 0), tenant)
+        self.hierarchy.lookup(session, 1, keys, 0, tenant)
+        self.hierarchy.count(session, Asked(tenant, count, 1, count - 1))
 
     async def get(self, path):
         return await self.client.get(path)
@@ -99,6 +100,7 @@ async def test_an_empty_server_has_a_tier_and_nothing_else(control):
     assert tiers[0]["used_bytes"] == tiers[0]["blocks"] == 0
     assert (await control.get("/v1/sessions")).json() == []
     assert (await control.get("/v1/namespaces")).json() == []
+    assert (await control.get("/v1/tenants")).json() == []
 
 
 async def test_readings_show_what_an_engine_stored_and_hit(control):
@@ -127,6 +129,21 @@ async def test_readings_show_what_an_engine_stored_and_hit(control):
     assert space["digest"] == session["namespace"] == MANIFEST.digest()
     assert space["manifest"]["model"] == MANIFEST.model
     assert (space["blocks"], space["sessions"]) == (5, 1)
+
+
+async def test_a_tenants_totals_are_its_own(control):
+    await control.allocate()
+    control.store(3, tenant="acme")
+    (tenant,) = (await control.get("/v1/tenants")).json()
+    assert tenant == {
+        "tenant": "acme",
+        "lookups": 1,
+        "device_tokens_asked": 3 * BLOCK_TOKENS,
+        "device_tokens_hit": BLOCK_TOKENS,
+        "host_tokens_asked": 2 * BLOCK_TOKENS,
+        "host_tokens_hit": 2 * BLOCK_TOKENS,
+        "stored_blocks": 3,
+    }
 
 
 async def test_metrics_agree_with_the_readings_at_the_moment_of_the_scrape(control):
@@ -205,7 +222,7 @@ async def test_a_failure_inside_is_a_problem_without_its_details(control, monkey
 async def test_every_route_is_described_with_its_types(control):
     description = (await control.get("/openapi.json")).json()
     paths = description["paths"]
-    routes = {"stats", "tiers", "tiers/{tier}", "sessions", "namespaces", "config"}
+    routes = {"stats", "tiers", "tiers/{tier}", "sessions", "namespaces", "tenants", "config"}
     assert {f"/v1/{name}" for name in routes} | {"/healthz", "/readyz", "/metrics"} == set(paths)
     for path, methods in paths.items():
         assert methods["get"]["description"], path

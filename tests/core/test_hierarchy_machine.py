@@ -2,7 +2,8 @@
 
 Two namespaces with different slot sizes share a small budget, so that blocks are evicted, slabs
 move and slots run out all the time. The model remembers which key's bytes were copied into each
-slot; what a lease gives must still hold the right ones when it ends.
+slot; what a lease gives must still hold the right ones when it ends. Watchers follow along, and in
+the end know what there is.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kvtier.changes import Teller
 from kvtier.core import EvictReason, Role, StoreOutcome
 from kvtier.integrity import check_integrity
-from support import chain, hierarchy, manifest
+from support import Mirror, chain, hierarchy, manifest
 
 SLOTS = 40
 MANIFESTS = {"small": manifest(), "large": manifest(shard_bytes=3 * 4096)}
@@ -38,11 +40,16 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.sight = {name: Sight() for name in MANIFESTS}
         self.sessions = []
         self.reserved: dict[int, set[int]] = {}
-        self.leases: dict[tuple[int, str], list[bytes]] = {}
+        self.leases: dict[tuple[int, int], list[tuple[str, bytes]]] = {}
+        self.lookups = 0
         self.engines = 0
+        self.turns = []
+        self.teller = Teller(self.turns.append)
+        self.watching: list[tuple[str, Mirror, object]] = []
 
     def teardown(self):
         if hasattr(self, "cache"):
+            self.everybody_hears()
             for session in self.sessions:
                 self.cache.close_session(session)
             check_integrity(self.cache)
@@ -101,21 +108,20 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.sessions.remove(session)
         self.cache.close_session(session)
         self.reserved.pop(session.number, None)
-        for number, request in list(self.leases):
+        for number, lease in list(self.leases):
             if number == session.number:
-                del self.leases[number, request]
+                del self.leases[number, lease]
 
     @precondition(lambda self: self.schedulers())
     @rule(
         data=st.data(),
         keys=st.sampled_from(PROMPTS),
         device=st.integers(0, 3),
-        request=st.sampled_from("xyz"),
     )
-    def serve(self, data, keys, device, request):
+    def serve(self, data, keys, device):
         """Do what an engine does with a prompt: lease what is there, store what is missing."""
         session = data.draw(st.sampled_from(self.schedulers()), "session")
-        ready = device + len(self.look(session, keys, device, request))
+        ready = device + len(self.look(session, keys, device))
         slots = self.take(session, len(keys) - ready, 0)
         self.put(session, keys[ready - 1] if ready else b"", keys[ready:], slots)
 
@@ -169,7 +175,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         for slot, key in zip(slots, part, strict=True):
             if key not in sight.visible:
                 sight.visible[key] = slot
-                sight.parents[key] = parent if parent in sight.visible else b""
+                sight.parents[key] = parent
             parent = key
 
     @precondition(lambda self: any(self.reserved.values()))
@@ -198,15 +204,16 @@ class HierarchyMachine(RuleBasedStateMachine):
         data=st.data(),
         keys=st.sampled_from(PROMPTS),
         start=st.integers(0, 9),
-        request=st.sampled_from("xyz"),
     )
-    def lookup(self, data, keys, start, request):
+    def lookup(self, data, keys, start):
         session = data.draw(st.sampled_from(self.schedulers()), "session")
-        self.look(session, keys, min(start, len(keys)), request)
+        self.look(session, keys, min(start, len(keys)))
 
-    def look(self, session, keys, start, request):
+    def look(self, session, keys, start):
+        """Each lookup is a lease of its own, also of blocks that the session leases already."""
         sight = self.sight[self.name(session)]
-        slots, absent = self.cache.lookup(session, request, keys, start)
+        self.lookups += 1
+        slots, absent = self.cache.lookup(session, self.lookups, keys, start)
         expected = []
         for key in keys[start:]:
             if key not in sight.visible:
@@ -214,16 +221,52 @@ class HierarchyMachine(RuleBasedStateMachine):
             expected.append(key)
         assert [sight.content[slot] for slot in slots] == expected, "the right bytes, all of them"
         assert absent == [at for at in range(start) if keys[at] not in sight.visible]
-        self.leases[session.number, request] = [(self.name(session), key) for key in expected]
+        assert (self.lookups in session.leases) == bool(expected)
+        if expected:
+            lease = [(self.name(session), key) for key in expected]
+            self.leases[session.number, self.lookups] = lease
         return slots
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data):
-        number, request = data.draw(st.sampled_from(sorted(self.leases)), "lease")
-        session = next(s for s in self.sessions if s.number == number)
-        self.cache.release(session, request)
-        del self.leases[number, request]
+        number, lease = data.draw(st.sampled_from(sorted(self.leases)), "lease")
+        session = self.session(number)
+        self.cache.release(session, lease)
+        del self.leases[number, lease]
+
+    def session(self, number):
+        return next(session for session in self.sessions if session.number == number)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def a_leased_block_is_unreadable(self, data):
+        """It is invisible from then on, and its slot stays until the last lease of it ends."""
+        number, lease = data.draw(st.sampled_from(sorted(self.leases)), "lease")
+        session = self.session(number)
+        block = data.draw(st.sampled_from(session.leases[lease]), "block")
+        self.cache.unreadable(session, [block.slot])
+        name = self.name(session)
+        if self.sight[name].visible.get(block.key) == block.slot:
+            del self.sight[name].visible[block.key]
+        assert block.slot not in session.space.pool.free
+        self.forget_leased([(name, block.key)])
+
+    def forget_leased(self, gone):
+        """Dropped blocks are not held visible by their leases any more."""
+        for lease, keys in self.leases.items():
+            self.leases[lease] = [key for key in keys if key not in gone]
+
+    @precondition(lambda self: self.schedulers())
+    @rule(data=st.data(), keys=st.sampled_from(PROMPTS))
+    def a_block_that_it_does_not_lease_is_not_dropped(self, data, keys):
+        session = data.draw(st.sampled_from(self.schedulers()), "session")
+        leased = {block.slot for blocks in session.leases.values() for block in blocks}
+        visible = self.sight[self.name(session)].visible
+        others = [visible[key] for key in keys if key in visible and visible[key] not in leased]
+        counted = self.cache.traffic().stores[StoreOutcome.UNKNOWN_SLOT]
+        self.cache.unreadable(session, [*others, 1 << 40])
+        assert self.cache.traffic().stores[StoreOutcome.UNKNOWN_SLOT] == counted + len(others) + 1
 
     @precondition(lambda self: self.schedulers())
     @rule(data=st.data(), keys=st.sampled_from(PROMPTS))
@@ -236,11 +279,50 @@ class HierarchyMachine(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(self.schedulers()), "session")
         sight = self.sight[self.name(session)]
         assert self.cache.reset(session.space) == len(sight.visible)
+        name = self.name(session)
+        self.forget_leased([(name, key) for key in sight.visible])
         sight.visible.clear()
-        for lease in self.leases:
-            self.leases[lease] = [
-                (name, key) for name, key in self.leases[lease] if name != self.name(session)
-            ]
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data())
+    def watch(self, data):
+        session = data.draw(st.sampled_from(self.sessions), "session")
+        if len(self.watching) < 4:
+            mirror = Mirror()
+            watcher = self.teller.watch(session.space.changes, mirror)
+            self.watching.append((self.name(session), mirror, watcher))
+
+    @precondition(lambda self: self.watching)
+    @rule(data=st.data(), behind=st.booleans())
+    def a_watcher_reads_or_does_not(self, data, behind):
+        _, mirror, watcher = data.draw(st.sampled_from(self.watching), "watcher")
+        mirror.behind = behind
+        if not behind:
+            self.teller.resume(watcher)
+
+    @precondition(lambda self: self.watching)
+    @rule(data=st.data(), rarely=st.integers(0, 4))
+    def a_watcher_leaves(self, data, rarely):
+        if not rarely:
+            left = data.draw(st.sampled_from(self.watching), "watcher")
+            self.watching.remove(left)
+            self.teller.leave(left[2])
+
+    @rule(turns=st.integers(1, 3))
+    def the_loop_turns(self, turns):
+        for _ in range(min(turns, len(self.turns))):
+            self.turns.pop(0)()
+
+    @rule()
+    def everybody_hears(self):
+        for _, mirror, watcher in self.watching:
+            mirror.behind = False
+            self.teller.resume(watcher)
+        while self.turns:
+            self.turns.pop(0)()
+        for name, mirror, watcher in self.watching:
+            assert mirror.known.keys() == self.sight[name].visible.keys()
+            assert watcher.log.since(watcher.place) == [], "what was told is not kept"
 
     @invariant()
     def leased_bytes_are_never_overwritten(self):

@@ -83,7 +83,8 @@ def test_ten_thousand_stores_and_evictions_leave_nothing_behind():
         keys = chain(str(number), 3)
         slots = cache.reserve(session, 3, 0)
         cache.commit(session, b"", keys, slots)
-        cache.lookup(session, "r", keys, 0)
+        cache.lookup(session, number, keys, 0)
+        cache.release(session, number - 1)
 
     for number in range(2000):
         store(number)
@@ -126,10 +127,10 @@ def test_a_hot_namespace_keeps_its_slabs_from_a_cold_one():
     cache.commit(hot, b"", keys, cache.reserve(hot, 80, 0))
     cold = cache.open_session(Role.SCHEDULER, "cold", 0, 1, manifest(model="cold"))
     for number in range(40):
-        cache.lookup(hot, "r", keys, 0)
-        cache.release(hot, "r")
+        cache.lookup(hot, 1, keys, 0)
+        cache.release(hot, 1)
         cache.commit(cold, b"", chain(f"cold {number}", 8), cache.reserve(cold, 8, 0))
-    assert len(cache.lookup(hot, "r", keys, 0)[0]) == 80
+    assert len(cache.lookup(hot, 1, keys, 0)[0]) == 80
     cache.host.close()
 
 
@@ -139,16 +140,42 @@ def test_a_leased_tail_keeps_its_head():
     session = cache.open_session(Role.SCHEDULER, "e", 0, 1, manifest())
     keys = chain("kept", 6)
     cache.commit(session, b"", keys, cache.reserve(session, 6, 0))
-    cache.lookup(session, "r", keys, 5)
+    cache.lookup(session, 1, keys, 5)
     for number in range(20):
         other = chain(f"other {number}", 6)
         cache.commit(session, b"", other, cache.reserve(session, 6, 0))
     assert all(key in session.space.blocks for key in keys)
-    cache.release(session, "r")
+    cache.release(session, 1)
     for number in range(20, 30):
         other = chain(f"other {number}", 6)
         cache.commit(session, b"", other, cache.reserve(session, 6, 0))
     assert not any(key in session.space.blocks for key in keys)
+    cache.host.close()
+
+
+def test_a_block_that_comes_back_is_kept_as_long_as_what_continues_it():
+    """Its children were stored while it was not there, or stayed when it was dropped."""
+    cache = hierarchy(32)
+    session = cache.open_session(Role.SCHEDULER, "e", 0, 1, manifest())
+    keys = chain("kept", 6)
+    cache.commit(session, keys[2], keys[3:], cache.reserve(session, 3, 0))
+    cache.commit(session, b"", keys[:3], cache.reserve(session, 3, 0))
+    cache.lookup(session, 1, keys, 0)
+    cache.unreadable(session, [session.space.blocks[keys[1]].slot])
+    cache.commit(session, keys[0], keys[1:2], cache.reserve(session, 1, 0))
+    cache.release(session, 1)
+    cache.lookup(session, 2, keys, 5)
+    for number in range(20):
+        other = chain(f"other {number}", 6)
+        cache.commit(session, b"", other, cache.reserve(session, 6, 0))
+    assert all(key in session.space.blocks for key in keys)
+    check_integrity(cache)
+    cache.release(session, 2)
+    for number in range(20, 30):
+        other = chain(f"other {number}", 6)
+        cache.commit(session, b"", other, cache.reserve(session, 6, 0))
+    assert not any(key in session.space.blocks for key in keys)
+    assert not session.space.anchors
     cache.host.close()
 
 
@@ -157,12 +184,12 @@ def test_a_slab_with_a_leased_block_does_not_move():
     old = cache.open_session(Role.SCHEDULER, "old", 0, 1, manifest(model="old"))
     keys = chain("old", 150)
     cache.commit(old, b"", keys, cache.reserve(old, 150, 0))
-    leased = cache.lookup(old, "r", keys[:1], 0)[0]
+    leased = cache.lookup(old, 1, keys[:1], 0)[0]
     new = cache.open_session(Role.SCHEDULER, "new", 0, 1, manifest(model="new"))
     for number in range(30):
         fresh = chain(f"new {number}", 8)
         cache.commit(new, b"", fresh, cache.reserve(new, 8, 0))
         check_integrity(cache)
-    assert cache.lookup(old, "r", keys[:1], 0)[0] == leased
+    assert cache.lookup(old, 2, keys[:1], 0)[0] == leased
     assert len(old.space.pool.slabs) == 1
     cache.host.close()

@@ -75,7 +75,7 @@ def connect(tmp_path):
 def test_without_a_server_every_call_is_a_counted_miss(connect):
     client = connect()
     assert client.meet() is None
-    assert client.lookup("r", KEY, 0) is None
+    assert client.lookup(KEY, 0) is None
     assert client.step(wire.Step(0, need=1)) is None
     assert client.map_slab(0) is None
     assert client.grants() == []
@@ -88,7 +88,7 @@ def test_a_server_that_comes_later_is_found(connect, planes):
     assert client.meet() is None
     planes()
     until(lambda: client.meet() is not None, "the connection")
-    assert client.lookup("r", KEY, 0).slots == []
+    assert client.lookup(KEY, 0).slots == []
 
 
 @pytest.mark.parametrize("deadline", [0.05, 0.3])
@@ -96,12 +96,12 @@ def test_a_silent_server_costs_one_deadline_and_then_nothing(tmp_path, connect, 
     silent = Impostor(tmp_path / "k.sock", None)
     client = connect(deadline=deadline, pause_first=5.0)
     began = time.monotonic()
-    assert client.lookup("r", KEY, 0) is None
+    assert client.lookup(KEY, 0) is None
     assert deadline <= time.monotonic() - began < deadline + SLACK
     assert client.failures["deadline"] == 1
     began = time.monotonic()
     for _ in range(100):
-        assert client.lookup("r", KEY, 0) is None
+        assert client.lookup(KEY, 0) is None
     assert time.monotonic() - began < SLACK
     silent.close()
 
@@ -112,7 +112,7 @@ def test_a_server_that_greets_and_never_answers_is_asked_ever_more_rarely(tmp_pa
     pauses = []
     for _ in range(5):
         until(lambda: client.meet() is not None, "the next try")
-        assert client.lookup("r", KEY, 0) is None
+        assert client.lookup(KEY, 0) is None
         pauses.append(client._pause)
     assert pauses == sorted(pauses)
     assert pauses[-1] >= 8 * pauses[0]
@@ -133,7 +133,7 @@ def test_a_server_that_greets_and_never_answers_is_asked_ever_more_rarely(tmp_pa
 def test_a_wrong_answer_is_a_miss_and_drops_the_connection(tmp_path, connect, answer):
     wrong = Impostor(tmp_path / "k.sock", answer)
     client = connect(deadline=0.2, pause_first=5.0)
-    assert client.lookup("r", KEY, 0) is None
+    assert client.lookup(KEY, 0) is None
     assert client.meet() is None
     assert client.failures.total() == 1
     wrong.close()
@@ -144,7 +144,7 @@ def test_a_restarted_server_is_a_new_session(connect, planes):
     client = connect(pause_first=0.02)
     before = client.meet()
     first.stop()
-    assert client.lookup("r", KEY, 0) is None
+    assert client.lookup(KEY, 0) is None
     assert client.failures["disconnect"] == 1
     planes()
     until(lambda: client.meet() is not None, "the new session")
@@ -155,11 +155,11 @@ def test_sessions_change_only_when_met(connect, planes):
     plane = planes()
     client = connect(pause_first=0.01)
     plane.do(lambda: [each.close("error") for each in list(plane.plane.open)])
-    assert client.lookup("r", KEY, 0) is None
+    assert client.lookup(KEY, 0) is None
     until(lambda: client._ready is not None, "the connection in waiting")
-    assert client.lookup("r", KEY, 0) is None, "the old session is over and the new not met"
+    assert client.lookup(KEY, 0) is None, "the old session is over and the new not met"
     assert client.meet() is not None
-    assert client.lookup("r", KEY, 0).slots == []
+    assert client.lookup(KEY, 0).slots == []
 
 
 def test_stock_is_picked_up_without_waiting(connect, planes):
@@ -170,24 +170,36 @@ def test_stock_is_picked_up_without_waiting(connect, planes):
     until(lambda: got.extend(client.grants()) or len(got) == 8, "the stock")
     assert client.step(wire.Step(0, need=1)).slots
     client.send_step(wire.Step(0, aborts=got[:4], stock=8))
-    assert client.lookup("r", KEY, 0).slots == [], "a grant on the way is kept for later"
+    assert client.lookup(KEY, 0).slots == [], "a grant on the way is kept for later"
     assert client.grants()
+
+
+def test_changes_that_come_before_a_reply_are_kept(tmp_path, connect):
+    changed = [wire.Changed(whole=True), wire.Changed(removed=KEY)]
+    answers = b"".join(map(wire.encode, [changed[0], wire.Found(1, [7], []), changed[1]]))
+    told = Impostor(tmp_path / "k.sock", answers)
+    client = connect()
+    assert client.lookup(KEY, 0).slots == [7]
+    assert client.changes() == changed
+    assert client.changes() == []
+    assert client.failures.total() == 0
+    told.close()
 
 
 def test_a_frozen_server_is_left_alone_and_taken_up_again(serve, connect_to):
     server = serve().ready()
     client = connect_to(server, deadline=0.1, pause_first=0.02)
-    assert client.lookup("r", KEY, 0).slots == []
+    assert client.lookup(KEY, 0).slots == []
     os.kill(server.process.pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
         for _ in range(20):
             client.meet()
-            assert client.lookup("r", KEY, 0) is None
+            assert client.lookup(KEY, 0) is None
         assert time.monotonic() - began < 20 * 0.1 + SLACK
     finally:
         os.kill(server.process.pid, signal.SIGCONT)
-    until(lambda: client.meet() and client.lookup("r", KEY, 0), "the thawed server")
+    until(lambda: client.meet() and client.lookup(KEY, 0), "the thawed server")
 
 
 def test_another_users_server_is_trusted_only_where_not_everyone_may_write(tmp_path):

@@ -6,9 +6,20 @@ import mmap
 import os
 import socket
 
+import msgspec
 import pytest
 from kvtier import protocol as wire
-from kvtier.core import PAGE_BYTES, Role, SlotState, StoreOutcome, unpack_slot
+from kvtier.client import Link
+from kvtier.core import (
+    PAGE_BYTES,
+    EvictReason,
+    Role,
+    SlotState,
+    StoreOutcome,
+    TenantReading,
+    Tier,
+    unpack_slot,
+)
 from kvtier.errors import ProtocolError, StartError
 from support import MANIFEST, chain, manifest, until
 
@@ -25,13 +36,13 @@ def store(client, keys, parent=b""):
 def test_what_was_committed_is_found_and_leased(plane, clients):
     client = clients()
     slots = store(client, KEYS[:4])
-    found = client.lookup("r", b"".join(KEYS), 1)
+    found = client.lookup(b"".join(KEYS), 1)
     assert found.slots == slots[1:]
     assert found.absent == []
     [session] = plane.do(plane.cache.sessions)
     assert session.leased_blocks == 3
-    client.send(wire.Step(0, releases=["r"]))
-    assert client.lookup("s", b"".join(KEYS[:1]), 0).slots == slots[:1]
+    client.send(wire.Step(0, releases=[found.seq]))
+    assert client.lookup(b"".join(KEYS[:1]), 0).slots == slots[:1]
     [session] = plane.do(plane.cache.sessions)
     assert session.leased_blocks == 1
 
@@ -39,9 +50,9 @@ def test_what_was_committed_is_found_and_leased(plane, clients):
 def test_a_reserved_block_is_invisible_until_committed(plane, clients):
     client = clients()
     slots = client.step(wire.Step(0, need=2)).slots
-    assert client.lookup("r", KEYS[0], 0).slots == []
+    assert client.lookup(KEYS[0], 0).slots == []
     client.send(wire.Step(0, aborts=slots))
-    assert client.lookup("r", KEYS[0], 0).slots == []
+    assert client.lookup(KEYS[0], 0).slots == []
     assert plane.do(plane.cache.traffic).stores[StoreOutcome.ABORTED] == 2
 
 
@@ -49,7 +60,7 @@ def test_a_block_stored_twice_gives_its_slot_back(plane, clients):
     one, two = clients(engine="one"), clients(engine="two")
     slots = store(one, KEYS)
     store(two, KEYS)
-    assert two.lookup("r", b"".join(KEYS), 0).slots == slots
+    assert two.lookup(b"".join(KEYS), 0).slots == slots
     assert plane.do(plane.cache.traffic).stores[StoreOutcome.DUPLICATE] == len(KEYS)
 
 
@@ -68,10 +79,73 @@ def test_bytes_travel_through_the_mapped_slab(plane, clients):
         memory.close()
 
 
+def test_a_late_release_of_the_first_lookup_keeps_what_the_second_leased(plane, clients):
+    """An engine asks again for one request, and only then says that the first lease ended."""
+    client = clients()
+    slots = store(client, KEYS)
+    first = client.lookup(b"".join(KEYS), 0)
+    second = client.lookup(b"".join(KEYS), 0)
+    assert first.slots == second.slots == slots
+    assert first.seq != second.seq
+    client.send(wire.Step(0, releases=[first.seq]))
+    assert not set(client.step(wire.Step(0, need=100)).slots) & set(slots), "a worker reads them"
+    [session] = plane.do(plane.cache.sessions)
+    assert session.leased_blocks == len(KEYS)
+    client.send(wire.Step(0, releases=[second.seq]))
+    assert set(client.step(wire.Step(0, need=100)).slots) == set(slots)
+
+
+def test_a_lookup_that_finds_nothing_leases_nothing(plane, clients):
+    client = clients()
+    store(client, KEYS)
+    assert client.lookup(chain("unknown", 1)[0], 0).slots == []
+    assert client.lookup(b"".join(KEYS), len(KEYS)).slots == []
+    assert not plane.do(lambda: next(iter(plane.cache.engines["engine"].sessions.values())).leases)
+
+
+def test_a_number_of_a_lease_that_has_not_ended_is_refused(plane, clients):
+    client = clients()
+    store(client, KEYS)
+    found = client.lookup(b"".join(KEYS), 0)
+    assert client.send(wire.Lookup(found.seq, b"".join(KEYS), 0))
+    assert client.lookup(KEYS[0], 0) is None
+    assert plane.closes("malformed") == 1
+
+
+def test_a_tenants_name_has_a_bounded_length(plane, clients):
+    client = clients()
+    assert client.lookup(KEYS[0], 0, "t" * wire.MAX_TENANT_CHARACTERS) is not None
+    assert client.lookup(KEYS[0], 0, "t" * (wire.MAX_TENANT_CHARACTERS + 1)) is None
+    assert plane.closes("malformed") == 1
+
+
+def test_an_unreadable_block_goes_before_its_key_is_stored_again_in_the_same_step(plane, clients):
+    client = clients()
+    slots = store(client, KEYS[:3])
+    found = client.lookup(b"".join(KEYS), 0)
+    [fresh] = client.step(wire.Step(0, need=1)).slots
+    again = wire.Chain(KEYS[0], KEYS[1], [fresh])
+    client.send(wire.Step(0, unreadable=[slots[1]], commits=[again], releases=[found.seq]))
+    assert client.lookup(b"".join(KEYS), 0).slots == [slots[0], fresh, slots[2]]
+    evictions = plane.metrics.evictions.labels(Tier.HOST, EvictReason.UNREADABLE)
+    assert plane.do(evictions._value.get) == 1
+    assert plane.do(plane.cache.traffic).stores[StoreOutcome.DUPLICATE] == 0
+
+
+def test_no_session_can_drop_a_block_that_it_does_not_lease(plane, clients):
+    one, two = clients(engine="one"), clients(engine="two")
+    slots = store(one, KEYS)
+    one.lookup(b"".join(KEYS), 0)
+    two.lookup(b"".join(KEYS[:2]), 0)
+    two.send(wire.Step(0, unreadable=[slots[3], 1 << 40, -1]))
+    assert two.lookup(b"".join(KEYS), 0).slots == slots
+    assert plane.do(plane.cache.traffic).stores[StoreOutcome.UNKNOWN_SLOT] == 3
+
+
 def test_a_lost_scheduler_leaves_nothing_when_no_worker_lives(plane, clients):
     client = plane.client()
     store(client, KEYS)
-    client.lookup("r", b"".join(KEYS), 0)
+    client.lookup(b"".join(KEYS), 0)
     client.step(wire.Step(0, need=5))
     client.close()
     until(lambda: not plane.do(plane.cache.sessions), "the session's end")
@@ -105,9 +179,9 @@ def test_a_full_tier_grants_what_it_can(plane, clients):
 def test_a_leased_block_is_never_evicted(plane, clients):
     client = clients()
     slots = store(client, KEYS)
-    assert client.lookup("r", b"".join(KEYS), 0).slots == slots
+    assert client.lookup(b"".join(KEYS), 0).slots == slots
     assert len(client.step(wire.Step(0, need=100)).slots) == 64 - len(KEYS)
-    assert client.lookup("q", b"".join(KEYS), 0).slots == slots
+    assert client.lookup(b"".join(KEYS), 0).slots == slots
 
 
 def test_stock_is_a_small_share_and_evicts_nothing(plane, clients):
@@ -121,7 +195,7 @@ def test_stock_is_a_small_share_and_evicts_nothing(plane, clients):
 def test_namespaces_do_not_see_each_other(plane, clients):
     store(clients(), KEYS)
     other = clients(engine="other", manifest=manifest(weights="another fine-tune"))
-    assert other.lookup("r", b"".join(KEYS), 0).slots == []
+    assert other.lookup(b"".join(KEYS), 0).slots == []
 
 
 @pytest.mark.parametrize(
@@ -130,7 +204,7 @@ def test_namespaces_do_not_see_each_other(plane, clients):
         ("weights", "x"), ("dtype", "bfloat16"), ("kv_dtype", "fp8"), ("block_tokens", 32),
         ("layers", 3), ("layout", "other"), ("shard_bytes", 8192), ("shards", 2),
         ("hash_algorithm", "sha256"), ("hash_seed", "1"), ("quantization", "awq"),
-        ("format_version", 2), ("model", "y"),
+        ("format_version", 2), ("model", "y"), ("checksum", "xxh3_128"),
     ],
 )  # fmt: skip
 def test_each_field_of_the_manifest_separates_namespaces(field, value):
@@ -141,18 +215,36 @@ def test_reset_drops_the_namespace(plane, clients):
     client = clients()
     store(client, KEYS)
     assert client.reset().count == len(KEYS)
-    assert client.lookup("r", b"".join(KEYS), 0).slots == []
+    assert client.lookup(b"".join(KEYS), 0).slots == []
 
 
 def test_hit_ratios_have_both_denominators(plane, clients):
     client = clients()
-    client.send(wire.Step(0, asked=10, device=4, host=3))
-    client.lookup("r", KEYS[0], 0)
+    client.send(wire.Step(0, asked=[wire.Asked("", 10, 4, 3)]))
+    client.lookup(KEYS[0], 0)
     traffic = plane.do(plane.cache.traffic)
     assert (traffic.device_tokens_asked, traffic.device_tokens_hit) == (160, 64)
     assert (traffic.host_tokens_asked, traffic.host_tokens_hit) == (96, 48)
     assert traffic.host_hit_ratio == 0.5
     assert traffic.total_hit_ratio == 0.7
+
+
+def test_what_is_asked_and_stored_is_counted_by_tenant(plane, clients):
+    client = clients()
+    slots = client.step(wire.Step(0, need=4)).slots
+    commits = [
+        wire.Chain(b"", b"".join(KEYS[:3]), slots[:3], "alice"),
+        wire.Chain(KEYS[2], KEYS[3], slots[3:]),
+    ]
+    client.send(wire.Step(0, commits=commits, asked=[wire.Asked("alice", 4, 1, 2)]))
+    client.lookup(KEYS[0], 0, "alice")
+    client.lookup(KEYS[0], 0, "bob")
+    readings = {reading.tenant: reading for reading in plane.do(plane.cache.tenants)}
+    assert readings == {
+        "": TenantReading("", 0, 0, 0, 0, 0, 1),
+        "alice": TenantReading("alice", 1, 64, 16, 48, 32, 3),
+        "bob": TenantReading("bob", 1, 0, 0, 0, 0, 0),
+    }
 
 
 @pytest.mark.parametrize(
@@ -163,20 +255,31 @@ def test_hit_ratios_have_both_denominators(plane, clients):
         ({"manifest": manifest(hash_algorithm="builtin")}, "builtin"),
         ({"manifest": manifest(shard_bytes=0)}, "size of a block"),
         ({"manifest": manifest(shard_bytes=1 << 30)}, "host.capacity"),
-        ({"rank": 7}, "rank 7"),
+        ({"manifest": manifest(block_tokens=0)}, "0 tokens"),
+        ({"manifest": manifest(checksum="crc32")}, "'crc32', only none, xxh3_128"),
+        ({"rank": -1}, "rank -1"),
+        ({"rank": 65_536}, "rank 65536"),
     ],
 )
 def test_a_hello_that_does_not_fit_is_refused_by_name(plane, change, said):
-    fields = {
-        "version": wire.PROTOCOL_VERSION, "role": Role.WORKER, "engine": "e", "rank": 0,
-        "manifest": MANIFEST,
-    }  # fmt: skip
-    from kvtier.client import Link
-
+    hello = msgspec.structs.replace(plane.hello(Role.WORKER), **change)
     with pytest.raises(ProtocolError, match=said):
-        Link(plane.path, wire.Hello(**fields | change), 5.0)
+        Link(plane.path, hello, 5.0)
     assert plane.closes("refused") == 1
     assert not plane.do(plane.cache.sessions)
+
+
+def test_ranks_that_hold_the_same_shard_are_welcome(plane):
+    link = Link(plane.path, plane.hello(Role.WORKER, rank=7), 5.0)
+    assert link.welcome.session
+    link.close()
+
+
+def test_a_shard_with_a_checksum_has_room_for_it():
+    sealed, plain = manifest(checksum="xxh3_128"), manifest()
+    assert (sealed.seal_bytes, plain.seal_bytes) == (16, 0)
+    assert (sealed.shard_stride, plain.shard_stride) == (2 * PAGE_BYTES, PAGE_BYTES)
+    assert manifest(checksum="xxh3_128", shard_bytes=PAGE_BYTES - 16).shard_stride == PAGE_BYTES
 
 
 def test_a_second_server_on_the_socket_is_refused_and_the_first_lives(planes):
@@ -184,7 +287,7 @@ def test_a_second_server_on_the_socket_is_refused_and_the_first_lives(planes):
     with pytest.raises(StartError, match="another kvtier server"):
         planes()
     client = first.client()
-    assert client.lookup("r", KEYS[0], 0).slots == []
+    assert client.lookup(KEYS[0], 0).slots == []
     client.close()
 
 

@@ -68,10 +68,10 @@ def test_processes_with_one_seed_have_the_same_keys():
 @pytest.mark.parametrize("seed", [None, "0", "1"])
 def test_the_manifest_follows_the_seed(seed, monkeypatch, tmp_path):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    plain = m.make_manifest(engine(tmp_path), LAYOUT)
+    plain = m.make_manifest(engine(tmp_path), LAYOUT, "none")
     if seed is not None:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-    assert (m.make_manifest(engine(tmp_path), LAYOUT) == plain) is (seed is None)
+    assert (m.make_manifest(engine(tmp_path), LAYOUT, "none") == plain) is (seed is None)
 
 
 @pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor", "builtin", "md5", ""])
@@ -133,7 +133,7 @@ def test_full_attention_in_one_group_passes():
     m.check_groups(groups(spec(FullAttentionSpec)), 16)
 
 
-LAYOUT = m.WorkerLayout(4096, "flat", 2)
+LAYOUT = m.WorkerLayout(4096, "flat", 2, asynchronous=False)
 
 
 def engine(folder, **changes):
@@ -142,6 +142,8 @@ def engine(folder, **changes):
     model = SimpleNamespace(
         model=str(folder), revision=None, seed=0, quantization=None, dtype="float32",
         hf_config=SimpleNamespace(to_dict=lambda: config),
+        use_mla=False,
+        get_total_num_kv_heads=lambda: 1, get_num_kv_heads=lambda parallel: 1,
     )  # fmt: skip
     vars(model).update(changes)
     return SimpleNamespace(
@@ -161,7 +163,7 @@ def test_other_weights_under_the_same_name_are_another_namespace(tmp_path):
         if at is not None:
             weights[at : at + (1 << 17)] = b"\x01" * len(weights[at : at + (1 << 17)])
         (tmp_path / "model.safetensors").write_bytes(weights)
-        digests.add(m.make_manifest(engine(tmp_path), LAYOUT).digest())
+        digests.add(m.make_manifest(engine(tmp_path), LAYOUT, "none").digest())
     assert len(digests) == 4
 
 
@@ -169,7 +171,7 @@ def test_a_copy_of_the_model_elsewhere_is_the_same_namespace(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name / "m").mkdir(parents=True)
         (tmp_path / name / "m" / "model.safetensors").write_bytes(b"weights" * 100)
-    one, two = (m.make_manifest(engine(tmp_path / n / "m"), LAYOUT) for n in ("one", "two"))
+    one, two = (m.make_manifest(engine(tmp_path / n / "m"), LAYOUT, "none") for n in ("one", "two"))
     assert one.digest() == two.digest()
 
 
@@ -180,8 +182,38 @@ def test_a_copy_of_the_model_elsewhere_is_the_same_namespace(tmp_path):
     ],
 )  # fmt: skip
 def test_a_model_run_differently_is_another_namespace(tmp_path, change):
-    plain = m.make_manifest(engine(tmp_path), LAYOUT)
-    assert m.make_manifest(engine(tmp_path, **change), LAYOUT) != plain
+    plain = m.make_manifest(engine(tmp_path), LAYOUT, "none")
+    assert m.make_manifest(engine(tmp_path, **change), LAYOUT, "none") != plain
+
+
+def test_an_engine_that_verifies_is_in_another_namespace(tmp_path):
+    plain = m.make_manifest(engine(tmp_path), LAYOUT, "none")
+    sealed = m.make_manifest(
+        engine(tmp_path), LAYOUT, read_options({"verify_loads": True}).checksum
+    )
+    assert plain.digest() != sealed.digest()
+    assert sealed.shard_stride >= plain.shard_bytes + 16
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
+def test_a_slot_has_a_shard_for_each_part_of_the_heads(tmp_path, ranks, heads):
+    """vLLM gives rank r the KV heads of part r // replicas."""
+    config = engine(
+        tmp_path,
+        get_total_num_kv_heads=lambda: heads,
+        get_num_kv_heads=lambda parallel: max(1, heads // parallel.tensor_parallel_size),
+    )
+    config.parallel_config.tensor_parallel_size = ranks
+    assert m.kv_replicas(config) == max(1, ranks // heads)
+    assert m.make_manifest(config, LAYOUT, "none").shards == min(ranks, heads)
+
+
+def test_ranks_of_mla_hold_one_shard_whatever_the_model_calls_its_heads(tmp_path):
+    config = engine(tmp_path, use_mla=True, get_total_num_kv_heads=lambda: 128)
+    config.parallel_config.tensor_parallel_size = 8
+    assert m.kv_replicas(config) == 8
+    assert m.make_manifest(config, LAYOUT, "none").shards == 1
 
 
 @pytest.mark.parametrize(
@@ -196,6 +228,10 @@ def test_a_model_run_differently_is_another_namespace(tmp_path, change):
         ({"deadline_ms": 0}, "whole number"),
         ({"deadline_ms": True}, "whole number"),
         ({"deadline_ms": 1e3}, "whole number"),
+        ({"verify_loads": "yes"}, "true or false"),
+        ({"verify_loads": 1}, "true or false"),
+        ({"otlp_endpoint": "collector:4318"}, "whole URL"),
+        ({"otlp_endpoint": 4318}, "whole URL"),
     ],
 )
 def test_bad_extra_config_is_refused_by_key(extra, said):

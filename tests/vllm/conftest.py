@@ -9,12 +9,17 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]  # for harness.py and loadtest
 
 import harness
+import inprocess
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+
+
+def pytest_sessionfinish():
+    inprocess.Nursery.close()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -43,6 +48,13 @@ def module_lab(tmp_path_factory, tiny_model):
     """Starts servers and engines, which end with the module: starting an engine takes a while."""
     with harness.lab(tmp_path_factory.mktemp("lab"), tiny_model) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory, tiny_model):
+    """vLLM without kvtier and without any cache: what it answers is right."""
+    with harness.lab(tmp_path_factory.mktemp("plain"), tiny_model) as opened:
+        yield opened.local_engine(enable_prefix_caching=False)
 
 
 @pytest.fixture

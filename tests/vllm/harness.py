@@ -1,8 +1,8 @@
 """Real servers and engines for end-to-end tests.
 
 An `OnlineEngine` is vLLM's OpenAI server. A `LocalEngine` is `vllm.LLM` with scheduler and worker
-in one process: it starts about twice as fast, and a test may run code inside it. Both take prompts
-as token ids and answer greedily, so that answers can be compared token for token.
+in one process: it starts several times as fast, and a test may run code inside it. Both take
+prompts as token ids and answer greedily, so that answers can be compared token for token.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ import hashlib
 import json
 import random
 import signal
-import socket as sockets
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from inprocess import ANSWER_SECONDS, Completion, LocalEngine
 
 from loadtest import tiny
 from loadtest.stack import (
     CPU_ENGINE_OPTIONS,
     Part,
-    StackError,
-    start_part,
     start_server,
     start_up,
     start_vllm,
@@ -39,32 +37,31 @@ BLOCK = 32
 MODEL_TOKENS = 2048
 KV_BYTES = 256 * 2**20
 """Bytes of an engine's own cache: about 130,000 tokens of the tiny model."""
+BLOCK_BYTES = 2 * tiny.LAYERS * tiny.KV_HEADS * tiny.HEAD_SIZE * 4 * BLOCK
+"""Bytes of one block of the tiny model: keys and values in float32."""
+STOCK = 32
+"""Slots that an engine may keep ready, and that no idle engine exceeds."""
 SERVER_OPTIONS = ("--capacity", "256MiB")
-ANSWER_SECONDS = 120.0
+IDLE_SECONDS = 20.0
+POLL_SECONDS = 0.02
 SOURCE_METRIC = "vllm:prompt_tokens_cached_by_source_total"
-LOCAL_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 OPEN: list[Part] = []
 """What runs now. A failing test shows the end of their logs."""
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One greedy answer. `cached` is how many prompt tokens were not computed."""
-
-    tokens: list[int]
-    prompt_tokens: int
-    cached: int
-
-
 def make_tiny_model() -> Path:
-    """Return the folder of the tiny model, made once for each version of its source."""
-    version = hashlib.sha256(Path(tiny.__file__).read_bytes()).hexdigest()[:8]
-    folder = ROOT / ".cache" / "models" / f"tiny-llama-{version}"
+    """Return the folder of the tiny model."""
+    return make_model(Path(tiny.__file__), "tiny-llama")
+
+
+def make_model(script: Path, name: str) -> Path:
+    """Return the folder of a model that `script` makes, once for each version of itself."""
+    version = hashlib.sha256(script.read_bytes()).hexdigest()[:8]
+    folder = ROOT / ".cache" / "models" / f"{name}-{version}"
+    if (folder / "config.json").is_file():
+        return folder
     # In a process of its own, because importing torch warns, and warnings fail tests here.
-    command = [sys.executable, "-m", "loadtest.tiny", str(folder)]
+    command = [sys.executable, str(script), str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
@@ -85,6 +82,12 @@ def transfer_config(server_socket: Path, **extra: object) -> dict[str, object]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket": str(server_socket), **extra},
     }
+
+
+def late_config(server_socket: Path) -> dict[str, object]:
+    """Return the same with copies that go on beside the model, and come late."""
+    where = {"kv_connector": "LateConnector", "kv_connector_module_path": "late_connector"}
+    return transfer_config(server_socket) | where
 
 
 class Lab:
@@ -128,11 +131,12 @@ class Lab:
         self,
         server_socket: Path | None = None,
         connector: dict[str, object] | None = None,
+        policy: str = "recompute",
         **options: object,
     ) -> LocalEngine:
         """Return a ready in-process engine; `options` are those of `vllm.LLM`.
 
-        `connector` are the connector's own options.
+        `connector` are the connector's own options, `policy` is what becomes of failed loads.
         """
         chosen: dict[str, object] = {
             "model": str(self.model),
@@ -145,7 +149,8 @@ class Lab:
             "disable_log_stats": False,
         }
         if server_socket is not None:
-            chosen["kv_transfer_config"] = transfer_config(server_socket, **(connector or {}))
+            config = transfer_config(server_socket, **(connector or {}))
+            chosen["kv_transfer_config"] = config | {"kv_load_failure_policy": policy}
         engine = LocalEngine(self.folder, next(self._names), chosen | options)
         self._keep(engine.part)
         engine.connect()
@@ -179,14 +184,14 @@ class OnlineEngine:
 
     def __init__(self, part: Part, model: str) -> None:
         self.part = part
-        self._model = model
+        self.model = model
 
     def complete(
         self, tokens: Sequence[int], max_tokens: int = 16, **request: object
     ) -> Completion:
         """Return the greedy answer to a prompt of token ids."""
         body = {
-            "model": self._model,
+            "model": self.model,
             "prompt": list(tokens),
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -217,80 +222,49 @@ class OnlineEngine:
     def cached_by_source(self) -> dict[str, int]:
         """Return how many prompt tokens came from which tier since the start."""
         found: dict[str, int] = {}
-        for line in self.part.get("/metrics").splitlines():
-            if line.startswith(SOURCE_METRIC) and 'source="' in line:
-                source = line.split('source="')[1].split('"')[0]
-                found[source] = found.get(source, 0) + int(float(line.rsplit(" ", 1)[1]))
+        for series, value in self.series():
+            if series.startswith(SOURCE_METRIC) and 'source="' in series:
+                source = series.split('source="')[1].split('"')[0]
+                found[source] = found.get(source, 0) + int(value)
         return found
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End it and return its exit code."""
-        return self.part.stop(number)
+    def series(self) -> list[tuple[str, float]]:
+        """Return all series of `/metrics` as they stand there: name with labels, and value."""
+        lines = self.part.get("/metrics").splitlines()
+        pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
+        return [(series, float(value)) for series, _, value in pairs]
 
+    def sum(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        return sum(value for series, value in self.series() if series.split("{")[0] == name)
 
-class LocalEngine:
-    """`vllm.LLM` in a process of its own that does everything itself."""
-
-    def __init__(self, folder: Path, name: str, options: dict[str, object]) -> None:
-        path = folder / f"{name}.ctl"
-        self._listener = sockets.socket(sockets.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen(1)
-        self._listener.settimeout(0.2)
-        script = Path(__file__).with_name("local_engine.py")
-        command = [str(script), str(path), json.dumps(options)]
-        self.part = start_part(folder, name, command, LOCAL_ENVIRONMENT)
-
-    def connect(self) -> None:
-        """Wait until the engine is ready."""
-        end = time.monotonic() + self.part.limit
-        with contextlib.closing(self._listener):
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    connection, _ = self._listener.accept()
-                    break
-                code = self.part.child.exit_code()
-                if code is not None or time.monotonic() > end:
-                    raise StackError(f"the local engine did not start.\n{self.part.tail()}")
-        with connection:
-            connection.settimeout(ANSWER_SECONDS)
-            self._file = connection.makefile("rw")
-
-    def complete(self, tokens: Sequence[int], max_tokens: int = 16) -> Completion:
-        """Return the greedy answer to a prompt of token ids."""
-        return self.complete_all([tokens], max_tokens)[0]
-
-    def complete_all(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 16
-    ) -> list[Completion]:
-        """Return the greedy answers to prompts that run at the same time."""
-        found = self._ask({"op": "complete", "prompts": prompts, "max_tokens": max_tokens})
-        return [Completion(*each) for each in found]
-
-    def forget(self) -> None:
-        """Empty the engine's own cache, and not the host tier."""
-        assert self._ask({"op": "forget"}), "a request still holds blocks"
-
-    def cached_by_source(self) -> dict[str, int]:
-        """Return how many prompt tokens came from which tier since the start."""
-        return self._ask({"op": "cached_by_source"})
-
-    def run(self, code: str) -> object:
-        """Run Python in the engine, with `llm` (and what earlier code named); return `result`."""
-        return self._ask({"op": "run", "code": code})
+    def used_blocks(self) -> float:
+        """Return what part of its own cache requests hold."""
+        return self.sum("vllm:kv_cache_usage_perc")
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """End it and return its exit code."""
         return self.part.stop(number)
 
-    def _ask(self, request: dict[str, object]):
-        self._file.write(json.dumps(request) + "\n")
-        self._file.flush()
-        line = self._file.readline()
-        assert line, f"the local engine ended.\n{self.part.tail()}"
-        answer = json.loads(line)
-        assert "error" not in answer, answer["error"]
-        return answer["result"]
+
+def no_leaks(server: Part, *engines: LocalEngine | OnlineEngine) -> None:
+    """Fail unless server and engines soon hold nothing for requests that have ended."""
+    end = time.monotonic() + IDLE_SECONDS
+    while found := list(_leaks(server, engines)):
+        assert time.monotonic() < end, found
+        time.sleep(POLL_SECONDS)
+
+
+def _leaks(server: Part, engines: Sequence[LocalEngine | OnlineEngine]) -> Iterator[str]:
+    used = [engine.used_blocks() for engine in engines]
+    if any(used):
+        yield f"blocks that vLLM has in use: {used}"
+    for each in json.loads(server.get("/v1/sessions")):
+        if each["leased_blocks"] or each["reserved_slots"] > STOCK:
+            yield f"a session with leases or too many slots: {each}"
+    [host] = json.loads(server.get("/v1/tiers"))
+    if host["slots"]["limbo"]:
+        yield f"slots in limbo: {host['slots']}"
 
 
 @contextlib.contextmanager

@@ -13,16 +13,18 @@ from support import until
 WORKER = """
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 side = get_kv_transfer_group()._half.side
-if not hasattr(side, "whole"):
-    side.whole = side._shard
-side._shard = side.whole
+slabs = side._slabs
+if not hasattr(slabs, "whole"):
+    slabs.whole = slabs.shard
+slabs.shard = slabs.whole
 """
 CORRUPT_NTH_LOAD = """
 import torch
 plain_load = type(side).load
 def load(plan):
-    if len(plan.loads) > {at}:
-        side._shard(plan.loads[{at}][1]).view(torch.float32).neg_()
+    moves = [move for each in plan.loads for move in each.moves]
+    if len(moves) > {at}:
+        slabs.shard(moves[{at}].slot).view(torch.float32).neg_()
     plain_load(side, plan)
 side.load = load
 result = None
@@ -32,12 +34,13 @@ LOSE_NTH_LOAD = """
 plain_load = type(side).load
 side.lost = 0
 def load(plan):
-    if plan.loads:
-        bad = plan.loads[min({at}, len(plan.loads) - 1)][1]
-        side._shard = lambda slot: None if slot == bad else side.whole(slot)
+    moves = [move for each in plan.loads for move in each.moves]
+    if moves:
+        bad = moves[min({at}, len(moves) - 1)].slot
+        slabs.shard = lambda slot: None if slot == bad else slabs.whole(slot)
         side.lost += 1
     plain_load(side, plan)
-    side._shard = side.whole
+    slabs.shard = slabs.whole
 side.load = load
 result = None
 """
@@ -158,13 +161,14 @@ def test_what_the_device_and_the_host_hold_joins(engine, plain):
 
 NO_SLOT_UNTIL_THE_END = """
 side = llm.llm_engine.engine_core.engine_core.scheduler.connector._half.side
-side._take_slots = lambda need: []
+account = side._account
+account.take_slots = lambda need: []
 def finished(request, blocks):
-    side.__dict__.pop("_take_slots", None)
-    waits = type(side).finished(side, request, blocks)
+    account.__dict__.pop("take_slots", None)
+    answer = type(side).finished(side, request, blocks)
     side.__dict__.pop("finished")
-    side.waited = waits
-    return waits
+    side.waited = answer[0]
+    return answer
 side.finished = finished
 result = None
 """

@@ -1,0 +1,113 @@
+"""The scheduler side's account with the server: who promised what, the stock, what to tell.
+
+A slot belongs to the session it was promised in. After a reconnection, what was promised before is
+never committed, and the server is told when no worker copies for it any more. Frames are gathered
+in one step and sent one way; only a stock that is too small makes a step wait for the server.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from logging import Logger
+
+from .. import protocol as wire
+from ..client import Client
+from .plan import NOBODY, Promise
+
+STOCK = 32
+"""Slots that the server is asked to keep ready for this engine."""
+STEPS_BETWEEN_ASKS = 8
+"""Steps without asking, after the server could not give enough slots."""
+
+
+class Account:
+    """One engine's dealings with the server. `by` is who promises slots now."""
+
+    def __init__(self, client: Client, log: Logger) -> None:
+        self.by = NOBODY
+        self.say = wire.Step(seq=0)
+        """What the next frame will say."""
+        self._client = client
+        self._log = log
+        self._stock: list[int] = []
+        self._settled = NOBODY
+        self._asks_paused = 0
+        self._reset_owed = False
+
+    def meet(self) -> None:
+        """Drop what an earlier session was promised, if the present one is new."""
+        now = self._now()
+        if now == self.by:
+            return
+        self._stock, self.say, self._asks_paused = [], wire.Step(seq=0), 0
+        if now is not NOBODY and self._reset_owed:
+            now = self._now() if self._client.reset() is not None else NOBODY
+            self._reset_owed = now is NOBODY
+        self.by = now
+
+    def lookup(self, keys: bytes, start: int, tenant: str) -> wire.Found | None:
+        """Ask for a prefix; see `protocol.Lookup`. None is a miss."""
+        return None if self.by is NOBODY else self._client.lookup(keys, start, tenant)
+
+    def take_slots(self, need: int) -> list[int]:
+        """Return up to `need` slots, from the stock or, if that is too small, by asking."""
+        self._stock += self._client.grants()
+        short = need - len(self._stock)
+        if short > 0 and self._asks_paused:
+            self._asks_paused -= 1
+        elif short > 0:
+            step, self.say = self.say, wire.Step(seq=0)
+            step.need, step.stock = short, STOCK
+            granted = self._client.step(step)
+            self._stock += [] if granted is None else granted.slots
+            if need > len(self._stock):
+                self._asks_paused = STEPS_BETWEEN_ASKS
+        if self._now() != self.by:
+            self._stock = []
+        taken, self._stock = self._stock[:need], self._stock[need:]
+        return taken
+
+    def settle(self, copying_for: Sequence[Promise]) -> None:
+        """Say once a session that no worker copies for an earlier one any more."""
+        if self.by is not NOBODY and self._settled != self.by:
+            server = self.by.server
+            if not any(by.server == server and by != self.by for by in copying_for):
+                self.say.settled = True
+                self._settled = self.by
+
+    def flush(self) -> None:
+        """Send what there is to say, one way."""
+        say = self.say
+        if len(self._stock) < STOCK // 2 and (say.commits or say.aborts):
+            say.stock = STOCK
+        spoken = say.commits or say.aborts or say.releases or say.touches or say.unreadable
+        if spoken or say.asked or say.settled:
+            self.say = wire.Step(seq=0)
+            self._client.send_step(say)
+
+    def reset(self) -> None:
+        """Drop the namespace's blocks; without a server now, before anything else is asked of it.
+
+        Until the server has done it, every lookup misses: nothing of before comes back.
+        """
+        if self._client.meet() is None or self._client.reset() is None:
+            self._reset_owed = True
+            self._log.warning("no kvtier server to reset: it will be when it is back")
+
+    def changes(self) -> list[wire.Changed]:
+        """Return what the server told of its blocks since the last call."""
+        return self._client.changes()
+
+    def take_failures(self) -> Counter[str]:
+        """Return the calls that failed since the last call, by reason."""
+        failures, self._client.failures = self._client.failures, Counter()
+        return failures
+
+    def close(self) -> None:
+        """Leave the server."""
+        self._client.close()
+
+    def _now(self) -> Promise:
+        welcome = self._client.meet()
+        return NOBODY if welcome is None else Promise(welcome.server, welcome.session)

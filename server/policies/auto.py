@@ -1,0 +1,114 @@
+"""MQ that finds its life by itself: the default.
+
+How long a count of uses should count depends on the traffic and on the size of the tier. Shadows
+(caches of keys without bytes, one for each life) see each request and count the hits that they
+would have had; the best one's life is taken. To be cheap they see every 8th block of a chain, by
+position, with an 8th of the capacity: contiguous prefixes stay contiguous, and the ranking hardly
+changes. Sampling blocks by hash would tear the prefixes apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ..core import BlockKey
+from .base import PolicyState
+from .mq import MQ
+
+LIVES = (0.1, 0.5, 1.0, 4.0)
+FIRST_LIFE = 0.5
+STEP = 8
+"""Shadows see one block of a chain in this many."""
+SHADOW_BLOCKS_AT_LEAST = 32
+"""Of a small tier they see more, so that a shadow holds at least this many blocks."""
+PERIOD = 100
+"""Requests between choices."""
+DECAY = 0.95
+"""What earlier hits count for after each choice."""
+LEAD = 1.01
+"""A longer life must have this many times the hits of a shorter one."""
+
+
+class Auto(MQ):
+    """Self-tuned MQ. Every operation is O(1) a block."""
+
+    name: ClassVar[str] = "auto"
+
+    def __init__(self) -> None:
+        super().__init__(FIRST_LIFE)
+        self._shadows = [_Shadow(life) for life in LIVES]
+        self._room: int | None = None
+        """Resident blocks at the latest eviction: the capacity; None while all have fitted."""
+        self._requests = 0
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        """Record a request's use of its chain, here and in the shadows."""
+        step, room = STEP, None
+        if self._room is not None:
+            self._room = max(self._room, len(self))
+            step = max(min(STEP, self._room // SHADOW_BLOCKS_AT_LEAST), 1)
+            room = self._room // step
+        sampled = chain[::step]
+        for shadow in self._shadows:
+            shadow.request(sampled, room)
+        self._requests += 1
+        if not self._requests % PERIOD:
+            self._choose()
+        super().touch(chain)
+
+    def evict(self, key: BlockKey) -> None:
+        """Take out a block and remember its uses."""
+        self._room = len(self)
+        super().evict(key)
+
+    def adopt(self, state: PolicyState) -> None:
+        """Take over what MQ takes over, and the life that another MQ had."""
+        super().adopt(state)
+        self.life = state.learnt.get("life", FIRST_LIFE)
+
+    def _choose(self) -> None:
+        """Take the shortest life that no longer one clearly beats: with it MQ is nearly LRU."""
+        best = self._shadows[0]
+        for shadow in self._shadows:
+            if shadow.hits > LEAD * best.hits:
+                best = shadow
+        if best.hits:
+            self.life = best.mq.life
+        for shadow in self._shadows:
+            shadow.hits *= DECAY
+
+
+class _Shadow:
+    """A cache of keys under MQ with one life. `hits` are contiguous ones, decayed."""
+
+    def __init__(self, life: float) -> None:
+        self.mq = MQ(life)
+        self.hits = 0.0
+
+    def request(self, chain: Sequence[BlockKey], room: int | None) -> None:
+        """Serve a request from at most `room` blocks; None sets no bound."""
+        mq = self.mq
+        hits = 0
+        for key in chain:
+            if key not in mq:
+                break
+            hits += 1
+        self.hits += hits
+        mq.touch(chain)
+        parent = None
+        for key in chain:
+            if key not in mq:
+                mq.insert(key, 1, parent)
+            parent = key
+        if room is not None and len(mq) > room:
+            self._evict(len(mq) - room, chain[:hits])
+
+    def _evict(self, excess: int, leased: Sequence[BlockKey]) -> None:
+        kept = set(leased)
+        for key in self.mq.victims():
+            if key not in kept:
+                self.mq.evict(key)
+                excess -= 1
+                if not excess:
+                    break

@@ -1,0 +1,154 @@
+"""Greedy dual with size and frequency (GDSF), over the leaves of the tree of chains.
+
+A block's worth is its uses times what it costs to compute for each byte, on top of the worth of
+what was evicted last, so that what is not used any more is overtaken. Computing a block costs more
+the further it stands from the head, because attention reads all before it. Only a block without
+children can go. After Cherkasova, "Improving WWW proxies performance with greedy-dual-size-
+frequency caching policy" (HP, 1998).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import ClassVar
+
+from ..core import BlockKey
+from .base import EvictionPolicy, PolicyState, credited_uses
+from .links import MOST_USES
+from .tree import TreeNode, eviction_order, plant
+
+DOUBLE_COST_DEPTH = 2048
+"""Blocks before a block that make it cost twice as much as the first one."""
+STALE_AT_LEAST = 64
+"""Entries of the heap beyond two for each block before it is made anew."""
+
+
+class GDSF(EvictionPolicy):
+    """Leaf GDSF. Every operation is O(log n) a block."""
+
+    name: ClassVar[str] = "gdsf"
+
+    def __init__(self) -> None:
+        self._nodes: dict[BlockKey, _Node] = {}
+        self._heap: list[tuple[float, int, _Node]] = []
+        """Worth, number of the entry, block; an entry whose number is not its block's is stale."""
+        self._passed: list[tuple[float, int, _Node]] = []
+        """Entries taken off the heap by a walk over the victims."""
+        self._entries = 0
+        self._floor = 0.0
+        """Worth of the block that was evicted last."""
+        self._requests = 0
+
+    def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
+        """Take in a block; its parent is no leaf any more."""
+        assert key not in self._nodes, "a block is inserted once"
+        above = None if parent is None else self._nodes.get(parent)
+        node = self._nodes[key] = _Node(key, weight, parent)
+        node.grow_from(above)
+        if above is not None:
+            node.depth = above.depth + 1
+            above.entry = 0
+        node.request = self._requests
+        node.worth = self._floor + node.density()
+        self._enter(node)
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        """Raise the worth of the chain's blocks."""
+        floor = self._floor
+        self._requests += 1
+        for node in reversed([*map(self._nodes.get, chain)]):
+            if node is not None:
+                if node.uses < MOST_USES:
+                    node.uses += 1
+                node.worth = floor + node.density()
+                if not node.children:
+                    self._enter(node)
+
+    def remove(self, key: BlockKey) -> None:
+        """Forget a block; its parent may be a leaf now."""
+        node = self._nodes.pop(key)
+        node.entry = 0
+        above = node.above
+        if above is not None:
+            above.children -= 1
+            if not above.children and self._nodes.get(above.key) is above:
+                self._enter(above)
+
+    def evict(self, key: BlockKey) -> None:
+        """Take out a block; what comes in from now on is worth more than it was."""
+        self._floor = max(self._floor, self._nodes[key].worth)
+        self.remove(key)
+
+    def victims(self) -> Iterator[BlockKey]:
+        """Yield leaves, the one of least worth first."""
+        for entry in self._passed:
+            heappush(self._heap, entry)
+        self._passed = []
+        while self._heap:
+            entry = heappop(self._heap)
+            worth, number, node = entry
+            if number != node.entry:
+                continue
+            if node.request == self._requests and worth < self._floor + node.density():
+                # It came after what went for it, wherever the tier made room first.
+                node.worth = self._floor + node.density()
+                self._enter(node)
+                continue
+            self._passed.append(entry)  # Before the caller has it: a walk may end at any time.
+            yield node.key
+
+    def export(self) -> PolicyState:
+        """Return the blocks in the order in which they would go, with their uses."""
+        leaves = [entry for entry in (*self._heap, *self._passed) if entry[1] == entry[2].entry]
+        listed = [entry[2] for entry in sorted(leaves, key=lambda entry: entry[:2])]
+        return PolicyState(eviction_order(self._nodes, listed))
+
+    def adopt(self, state: PolicyState) -> None:
+        """Take over blocks and uses; none is worth more than one that stood above it."""
+        self._nodes = plant(state.blocks, _Node)
+        for node in reversed(self._nodes.values()):
+            node.depth = 0 if node.above is None else node.above.depth + 1
+        credited = credited_uses(state.blocks)
+        for node, uses in zip(self._nodes.values(), credited, strict=True):
+            node.worth = uses * node.density() / node.uses
+            if not node.children:
+                self._enter(node)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._nodes
+
+    def _enter(self, node: _Node) -> None:
+        """Put a leaf on the heap, instead of where it was."""
+        self._entries += 1
+        node.entry = self._entries
+        heappush(self._heap, (node.worth, node.entry, node))
+        if len(self._heap) > 2 * len(self._nodes) + STALE_AT_LEAST:
+            self._heap = [entry for entry in self._heap if entry[1] == entry[2].entry]
+            heapify(self._heap)
+
+
+class _Node(TreeNode):
+    """A block of GDSF.
+
+    `entry` is the number of its entry in the heap, 0 if it has none; `request` the number of
+    the request that brought it.
+    """
+
+    __slots__ = ("depth", "entry", "request", "worth")
+
+    def __init__(
+        self, key: BlockKey, weight: int, parent: BlockKey | None = None, uses: int = 1
+    ) -> None:
+        super().__init__(key, weight, parent, uses)
+        self.depth = 0
+        self.entry = 0
+        self.request = 0
+        self.worth = 0.0
+
+    def density(self) -> float:
+        """Return what its uses are worth for each byte."""
+        return self.uses * (1.0 + self.depth / DOUBLE_COST_DEPTH) / max(self.weight, 1)

@@ -1,0 +1,62 @@
+"""Totals by tenant: as many names as engines like, and a bounded number of totals."""
+
+from __future__ import annotations
+
+import pytest
+from kvtier.core import Role
+from kvtier.protocol import Asked
+from kvtier.tenants import OTHER, TENANTS_AT_MOST, Tenants
+from support import MANIFEST, chain, hierarchy
+
+TOKENS = MANIFEST.block_tokens
+
+
+@pytest.fixture
+def cache():
+    made = hierarchy(16)
+    yield made
+    made.host.close()
+
+
+def test_tenants_beyond_the_limit_share_one_total():
+    tenants = Tenants()
+    for number in range(TENANTS_AT_MOST + 50):
+        tenants.tally(f"tenant {number}").lookups += 1
+        tenants.tally("").lookups += 1
+    readings = {reading.tenant: reading.lookups for reading in tenants.readings()}
+    assert len(readings) == TENANTS_AT_MOST + 2
+    assert readings["tenant 0"] == readings[f"tenant {TENANTS_AT_MOST - 1}"] == 1
+    assert readings[OTHER] == 50
+    assert readings[""] == TENANTS_AT_MOST + 50
+
+
+def test_all_tenants_together_make_up_the_servers_totals(cache):
+    session = cache.open_session(Role.SCHEDULER, "e", 0, 1, MANIFEST)
+    keys = chain("document", 3)
+    for number, tenant in enumerate(("", "a", "b", "a")):
+        cache.count(session, Asked(tenant, 10, 4, number))
+        cache.lookup(session, number, keys, 0, tenant)
+    cache.commit(session, b"", keys, cache.reserve(session, 3, 0), "b")
+    readings = {reading.tenant: reading for reading in cache.tenants()}
+    assert list(readings) == ["", "a", "b"]
+    assert (readings["a"].device_tokens_asked, readings["a"].device_tokens_hit) == (
+        20 * TOKENS,
+        8 * TOKENS,
+    )
+    assert (readings["a"].host_tokens_asked, readings["a"].host_tokens_hit) == (
+        12 * TOKENS,
+        4 * TOKENS,
+    )
+    assert readings["a"].lookups == 2
+    assert [reading.stored_blocks for reading in readings.values()] == [0, 0, 3]
+    traffic = cache.traffic()
+    assert (traffic.lookups, traffic.device_tokens_asked) == (4, 40 * TOKENS)
+    assert (traffic.host_tokens_asked, traffic.host_tokens_hit) == (24 * TOKENS, 6 * TOKENS)
+
+
+def test_a_block_that_was_there_already_is_nobodys_store(cache):
+    session = cache.open_session(Role.SCHEDULER, "e", 0, 1, MANIFEST)
+    keys = chain("document", 3)
+    for tenant in ("first", "second"):
+        cache.commit(session, b"", keys, cache.reserve(session, 3, 0), tenant)
+    assert [(one.tenant, one.stored_blocks) for one in cache.tenants()] == [("first", 3)]
