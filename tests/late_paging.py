@@ -57,7 +57,7 @@ class LatePaging(Paging):
 
     def detach(self, slab: torch.Tensor) -> None:
         self._finish_all()
-        del self._slabs[slab.data_ptr()]
+        self._slabs.pop(slab.data_ptr(), None)
 
     def begin_step(self) -> None:
         """Nothing is put off until then."""

@@ -147,8 +147,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Let go of the server's memory when all copies are over, and leave."""
-        self._slabs.clear()
         self._paging.close()
+        self._slabs.clear()
         self._client.close()
 
     # Loads.
@@ -246,6 +246,7 @@ class WorkerSide:
         The server gives slots away when it sees that no worker of the engine is connected.
         """
         end = time.monotonic() + COPIES_SECONDS
+        self._paging.fence([job.transfer for job in self._stores.values()])  # None stays put off.
         jobs = [*self._loads, *self._stores.values()]
         while not all(job.transfer.done() for job in jobs):
             if time.monotonic() > end:
