@@ -157,6 +157,10 @@ class Client:
         changed, link.changed = link.changed, []
         return changed
 
+    def look(self) -> None:
+        """Notice, without waiting, whether the server has closed the connection."""
+        self._drained()
+
     def _drained(self) -> Link | None:
         if (link := self._link) is None:
             return None

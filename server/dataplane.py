@@ -257,7 +257,8 @@ class _Connection:
         if frame.settled:
             hierarchy.settle(session)
         if frame.seq:
-            slots = hierarchy.reserve(session, frame.need, frame.stock)
+            above = [wire.split_keys(chain) for chain in frame.above]
+            slots = hierarchy.reserve(session, frame.need, frame.stock, above)
             self._send(wire.Granted(frame.seq, slots))
 
     def _map(self, frame: wire.MapSlab) -> None:

@@ -62,7 +62,7 @@ class Evictor:
     def drop(self, space: Namespace, block: Block, reason: EvictReason) -> None:
         """Make a block invisible; its slot is free at once, or when its last lease ends."""
         space.remove(block)
-        if reason is EvictReason.CAPACITY:
+        if reason in (EvictReason.CAPACITY, EvictReason.SLAB_MOVE):
             space.pool.policy.evict(block.key)
         else:
             space.pool.policy.remove(block.key)

@@ -156,13 +156,25 @@ class Hierarchy:
         blocks = session.space.blocks
         self._evictor.use(session.space.pool, [blocks[key].slot for key in keys if key in blocks])
 
-    def reserve(self, session: Session, need: int, stock: int) -> list[int]:
+    def reserve(
+        self, session: Session, need: int, stock: int, above: Iterable[Sequence[BlockKey]] = ()
+    ) -> list[int]:
         """Promise slots to the session: `need` by eviction if there is no other way.
 
         More are promised, up to `stock` held in all, as far as that evicts nothing. May return
-        fewer than `need` when the pool is leased, reserved or not allocated yet.
+        fewer than `need` when the pool is leased, reserved or not allocated yet. What is resident
+        of the chains `above` is not evicted for this: it is the head of what is to be stored.
         """
         self.record_use()
+        heads = [session.space.prefix(keys, 0) for keys in above]
+        kept = [head[-1] for head in heads if head]  # What it continues stays with it.
+        for block in kept:
+            block.leases += 1
+        granted = self._reserve(session, need, stock)
+        self._evictor.unlease(session.space, kept)
+        return granted
+
+    def _reserve(self, session: Session, need: int, stock: int) -> list[int]:
         space = session.space
         pool = space.pool
         granted: list[int] = []

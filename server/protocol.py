@@ -99,6 +99,8 @@ class Step(Frame, tag="step"):
     """Chains that were used without a lookup, because the device held all of them."""
     need: Count = 0
     """Slots wanted now, by eviction if there is no other way."""
+    above: list[bytes] = []
+    """Chains, from their heads, that what is wanted continues: they do not go to make room."""
     stock: Count = 0
     """Slots that the session would like to hold in all, as far as they are free."""
     asked: list[Asked] = []

@@ -8,7 +8,7 @@ in one step and sent one way; only a stock that is too small makes a step wait f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from logging import Logger
 
 from .. import protocol as wire
@@ -50,15 +50,18 @@ class Account:
         """Ask for a prefix; see `protocol.Lookup`. None is a miss."""
         return None if self.by is NOBODY else self._client.lookup(keys, start, tenant)
 
-    def take_slots(self, need: int) -> list[int]:
-        """Return up to `need` slots, from the stock or, if that is too small, by asking."""
+    def take_slots(self, need: int, above: Iterable[bytes]) -> list[int]:
+        """Return up to `need` slots, from the stock or, if that is too small, by asking.
+
+        `above`: the chains that what is to be stored continues.
+        """
         self._stock += self._client.grants()
         short = need - len(self._stock)
         if short > 0 and self._asks_paused:
             self._asks_paused -= 1
         elif short > 0:
             step, self.say = self.say, wire.Step(seq=0)
-            step.need, step.stock = short, STOCK
+            step.need, step.stock, step.above = short, STOCK, [*above]
             granted = self._client.step(step)
             self._stock += [] if granted is None else granted.slots
             if need > len(self._stock):

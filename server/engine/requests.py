@@ -49,6 +49,8 @@ class Tracked:
     refill: list[int] = field(default_factory=list)
     """Blocks before `stored` that the device holds, or will, and the server does not."""
     match: Match | None = None
+    refused: bool = False
+    """The tier had no room for a block of it, and what follows would be of no use."""
     load_failed: bool = False
     """A load of it failed: it is computed, and nothing is tried twice."""
     admitted: bool = False

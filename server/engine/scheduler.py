@@ -9,7 +9,7 @@ cache had taken for loaded is forgotten, and nothing computed on top of it is st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from logging import Logger
 from typing import Any
@@ -128,7 +128,9 @@ class SchedulerSide:
         candidates: Sequence[Candidate] = ()
         slots: list[int] = []
         if plan.by is not NOBODY and (candidates := self._candidates(scheduler_output)):
-            slots = self._account.take_slots(len(candidates))
+            slots = self._account.take_slots(len(candidates), _above(candidates))
+            for cut in candidates[len(slots) :]:
+                cut.tracked.refused = True
             candidates = candidates[: len(slots)]
             self._mark_stored(candidates)
         self._trailing = []
@@ -372,8 +374,17 @@ def _load(loading: Loading) -> Load:
     return Load(loading.request, loading.by, moves)
 
 
+def _above(candidates: Iterable[Candidate]) -> Iterator[bytes]:
+    """Yield the chains that runs of candidates continue."""
+    last = b""
+    for one in candidates:
+        if one.parent != last and one.position:
+            yield joined(one.tracked.request.block_hashes[: one.position])
+        last = one.key
+
+
 def _stores(tracked: Tracked) -> bool:
-    return tracked.bypass is None and tracked.controls.store
+    return tracked.bypass is None and tracked.controls.store and not tracked.refused
 
 
 def chains(pairs: Iterable[tuple[Candidate, int]]) -> list[wire.Chain]:

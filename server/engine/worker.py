@@ -100,7 +100,11 @@ class WorkerSide:
     # vLLM's hooks, in the order of a step.
 
     def begin(self, plan: StepPlan) -> None:
-        """Make sure that blocks which this step writes have been read by earlier stores."""
+        """Make sure that blocks which this step writes have been read by earlier stores.
+
+        A worker seldom asks the server anything, so it looks here whether that is still there.
+        """
+        self._client.look()
         self._paging.begin_step()
         jobs = (self._stores.get(seq) for seq in plan.fences)
         if waited_for := [job.transfer for job in jobs if job is not None]:

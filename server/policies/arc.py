@@ -112,7 +112,7 @@ class ARC(EvictionPolicy):
             Ghosts(ghost for ghost in seen if ghost[1] == 1),
             Ghosts(ghost for ghost in seen if ghost[1] > 1),
         )
-        self._target = state.learnt.get("target", float(self._bytes[ONCE]))
+        self._target = state.learnt.get("target", 0.0)
 
     def __len__(self) -> int:
         return len(self._nodes)

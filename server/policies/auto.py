@@ -10,6 +10,7 @@ changes. Sampling blocks by hash would tear the prefixes apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from ..core import BlockKey
@@ -62,10 +63,18 @@ class Auto(MQ):
         self._room = len(self)
         super().evict(key)
 
+    def export(self) -> PolicyState:
+        """Return what MQ returns, and the hits of each life; the shadows stay behind."""
+        state = super().export()
+        hits = {f"hits {shadow.mq.life}": shadow.hits for shadow in self._shadows}
+        return replace(state, learnt={**state.learnt, **hits})
+
     def adopt(self, state: PolicyState) -> None:
-        """Take over what MQ takes over, and the life that another MQ had."""
+        """Take over what MQ takes over, the life that another MQ had, and what shadows hit."""
         super().adopt(state)
         self.life = state.learnt.get("life", FIRST_LIFE)
+        for shadow in self._shadows:
+            shadow.hits = state.learnt.get(f"hits {shadow.mq.life}", 0.0)
 
     def _choose(self) -> None:
         """Take the shortest life that no longer one clearly beats: with it MQ is nearly LRU."""

@@ -9,14 +9,15 @@ frequency caching policy" (HP, 1998).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
 from ..core import BlockKey
-from .base import EvictionPolicy, PolicyState, credited_uses
+from .base import EvictionPolicy, Known, PolicyState, credited_uses
 from .links import MOST_USES
-from .tree import TreeNode, eviction_order, plant
+from .tree import TreeNode, plant
 
 DOUBLE_COST_DEPTH = 2048
 """Blocks before a block that make it cost twice as much as the first one."""
@@ -100,9 +101,14 @@ class GDSF(EvictionPolicy):
 
     def export(self) -> PolicyState:
         """Return the blocks in the order in which they would go, with their uses."""
-        leaves = [entry for entry in (*self._heap, *self._passed) if entry[1] == entry[2].entry]
-        listed = [entry[2] for entry in sorted(leaves, key=lambda entry: entry[:2])]
-        return PolicyState(eviction_order(self._nodes, listed))
+        going = {key: node.worth for key, node in self._nodes.items()}
+        for node in sorted(self._nodes.values(), key=lambda node: -node.depth):
+            if node.parent in going:
+                going[node.parent] = max(going[node.parent], going[node.key])
+        order = sorted(
+            self._nodes.values(), key=lambda node: (going[node.key], -node.depth, node.entry)
+        )
+        return PolicyState(tuple(Known(n.key, n.weight, n.uses, n.parent) for n in order))
 
     def adopt(self, state: PolicyState) -> None:
         """Take over blocks and uses; none is worth more than one that stood above it."""
@@ -110,8 +116,13 @@ class GDSF(EvictionPolicy):
         for node in reversed(self._nodes.values()):
             node.depth = 0 if node.above is None else node.above.depth + 1
         credited = credited_uses(state.blocks)
-        for node, uses in zip(self._nodes.values(), credited, strict=True):
-            node.worth = uses * node.density() / node.uses
+        alike, before = Counter(credited), 0
+        for at, (node, uses) in enumerate(zip(self._nodes.values(), credited, strict=True)):
+            if at and credited[at - 1] != uses:
+                before = at
+            # Blocks of equal uses differ in age: they share the range that one use spans.
+            aged = uses - 1 + (at - before + 1) / alike[uses]
+            node.worth = node.density() * aged / node.uses
             if not node.children:
                 self._enter(node)
 

@@ -27,8 +27,10 @@ class Ghosts:
 
     def remember(self, key: BlockKey, uses: int, most: int) -> None:
         """Keep the `uses` (at least 1) of an evicted block, and about `most` ghosts in all."""
-        self._uses[hash(key)] = uses
-        self.trim(most)
+        ghosts = self._uses
+        ghosts[hash(key)] = uses
+        if len(ghosts) > most:
+            self.trim(most)
 
     def trim(self, most: int) -> None:
         """Forget the oldest ghosts if there are clearly more than `most`."""

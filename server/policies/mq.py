@@ -38,7 +38,6 @@ class MQ(EvictionPolicy):
     name: ClassVar[str] = "mq"
 
     def __init__(self, life: float = LIFE) -> None:
-        self.life = life
         self._nodes: dict[BlockKey, _Node] = {}
         self._queues = [_Node(b"", 0) for _ in range(QUEUES)]
         self._ghosts = PolicyState(()).ghosts
@@ -46,25 +45,39 @@ class MQ(EvictionPolicy):
         """Block accesses so far: time, as far as lives are concerned."""
         self._stamp = 0
         """The time that accesses carry now: one integer for many blocks, to save memory."""
+        self.life = life
+
+    @property
+    def life(self) -> float:
+        """Life in force, as a share of the resident blocks. It can change at any time."""
+        return self._life
+
+    @life.setter
+    def life(self, life: float) -> None:
+        self._life = life
+        self._ghosts_share = min(max(GHOSTS_A_LIFE * life, GHOSTS_AT_LEAST), GHOSTS_AT_MOST)
 
     def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
         """Take in a block at the hot end of the queue of its uses, ghosts' uses included."""
         nodes = self._nodes
         assert key not in nodes, "a block is inserted once"
         above = None if parent is None else nodes.get(parent)
-        uses = min(self._ghosts.recall(key) + 1, MOST_USES if above is None else above.uses)
-        node = nodes[key] = _Node(key, weight, parent, uses)
-        level = LEVELS[uses]
+        seen = self._ghosts.recall(key)
+        uses, level = 1, 0
+        if seen:
+            uses = min(seen + 1, MOST_USES if above is None else above.uses)
+            level = LEVELS[uses]
         if above is not None and above.level <= level:
-            node.level = above.level
-            node.link_below(above)
+            level = above.level
         else:
-            node.level = level
-            node.link_below(self._queues[level])
+            above = self._queues[level]
         self._now += 1
         if self._now - self._stamp > STAMP_ACCESSES:
             self._stamp = self._now
+        node = nodes[key] = _Node(key, weight, parent, uses)
+        node.level = level
         node.since = self._stamp
+        node.link_below(above)
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Move the chain's blocks to the hot ends of their queues, heads above tails."""
@@ -96,8 +109,7 @@ class MQ(EvictionPolicy):
 
     def evict(self, key: BlockKey) -> None:
         """Take out a block and remember its uses."""
-        share = min(max(GHOSTS_A_LIFE * self.life, GHOSTS_AT_LEAST), GHOSTS_AT_MOST)
-        most = int(share * len(self._nodes))
+        most = int(self._ghosts_share * len(self._nodes))
         node = self._nodes.pop(key)
         node.unlink()
         self._ghosts.remember(key, node.uses, most)
@@ -138,7 +150,7 @@ class MQ(EvictionPolicy):
 
     def _settle(self) -> None:
         """Move blocks that were idle for longer than their life down one queue."""
-        oldest = self._now - self.life * len(self._nodes)
+        oldest = self._now - self._life * len(self._nodes)
         for level in range(1, QUEUES):
             queue = self._queues[level]
             for _ in range(SETTLED_AT_ONCE):

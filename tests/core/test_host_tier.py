@@ -11,6 +11,7 @@ from kvtier.core import PAGE_BYTES, Role, SlotState
 from kvtier.errors import HelloRefused, StartError
 from kvtier.integrity import check_integrity
 from kvtier.metrics import Metrics
+from kvtier.policies import POLICIES
 from kvtier.tiers.host import HostOptions, HostTier, slab_size
 from kvtier.tiers.slab import HugePages
 from support import chain, hierarchy, manifest
@@ -176,6 +177,66 @@ def test_a_block_that_comes_back_is_kept_as_long_as_what_continues_it():
         cache.commit(session, b"", other, cache.reserve(session, 6, 0))
     assert not any(key in session.space.blocks for key in keys)
     assert not session.space.anchors
+    cache.host.close()
+
+
+def test_children_are_counted_in_one_place_however_often_their_parent_comes_and_goes():
+    cache = hierarchy(32)
+    session = cache.open_session(Role.SCHEDULER, "e", 0, 1, manifest())
+    head, first, *_ = chain("first", 2)
+    second = chain("second", 1)
+
+    def store(parent, key):
+        cache.commit(session, parent, [key], cache.reserve(session, 1, 0))
+
+    def drop(key):
+        cache.lookup(session, 1, [key], 0)
+        cache.unreadable(session, [session.space.blocks[key].slot])
+        cache.release(session, 1)
+
+    store(b"", head)
+    for child in (first, *second):
+        store(head, child)
+        drop(head)
+        store(b"", head)
+        check_integrity(cache)
+    drop(head)
+    assert session.space.anchors[head].children == 2
+    drop(first)
+    drop(*second)
+    assert not session.space.anchors
+    check_integrity(cache)
+    cache.host.close()
+
+
+def test_a_lookup_is_a_use_before_anything_is_evicted():
+    cache = hierarchy(16)
+    session = cache.open_session(Role.SCHEDULER, "e", 0, 1, manifest())
+    old, new = chain("old", 8), chain("new", 8)
+    for keys in (old, new):
+        cache.commit(session, b"", keys, cache.reserve(session, 8, 0))
+    cache.lookup(session, 1, old, 0)
+    cache.release(session, 1)
+    cache.reserve(session, 4, 0)
+    assert all(key in session.space.blocks for key in old)
+    cache.host.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_chain_that_names_a_block_twice_breaks_nothing(policy):
+    """Keys are an engine's word, and hashes do not repeat: only a faulty engine's do."""
+    cache = hierarchy(16, policy=policy)
+    session = cache.open_session(Role.SCHEDULER, "e", 0, 1, manifest())
+    one, two = chain("any", 2)
+    cache.commit(session, b"", [one, two], cache.reserve(session, 2, 0))
+    for number, keys in enumerate(([one, one], [one, two, one], [two, two, one, one])):
+        assert len(cache.lookup(session, number, keys, 0)[0]) == len(keys)
+        cache.touch(session, keys)
+        check_integrity(cache)
+        cache.release(session, number)
+    cache.commit(session, b"", [one, one], cache.reserve(session, 2, 0))
+    check_integrity(cache)
+    assert len(cache.reserve(session, 16, 0)) == 16
     cache.host.close()
 
 

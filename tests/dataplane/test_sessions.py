@@ -103,6 +103,12 @@ def test_a_lookup_that_finds_nothing_leases_nothing(plane, clients):
     assert not plane.do(lambda: next(iter(plane.cache.engines["engine"].sessions.values())).leases)
 
 
+def test_a_lookup_is_counted_although_its_answer_goes_first(plane, clients):
+    client = clients()
+    client.lookup(KEYS[0], 0)
+    assert plane.do(plane.metrics.lookups._value.get) == 1
+
+
 def test_a_number_of_a_lease_that_has_not_ended_is_refused(plane, clients):
     client = clients()
     store(client, KEYS)

@@ -259,7 +259,45 @@ def test_what_block_hashes_do_not_tell_apart_is_bypassed_and_counted(plane, engi
     assert engine.scheduler.take_stats().data == {f"bypassed_requests:{reason}": 2}
 
 
-def test_a_full_tier_stores_the_heads_and_tries_the_rest_again(plane, engines):
+def test_a_prompt_larger_than_the_tier_keeps_its_head(plane, engines):
+    """Its rest would evict what it continues, and be of no use without."""
+    engine = engines()
+    hog = plane.client(engine="hog")
+    held = hog.step(wire.Step(0, need=50)).slots
+    request = Request("r", "p", 40 * TOKENS, list(range(40)))
+    engine.admit(request)
+    engine.step({request: 40 * TOKENS})
+    for _ in range(30):
+        engine.step({request: 0})
+    until(lambda: settled(plane) >= 10, "what fits, less what is kept free")
+    again = Request("s", "p", 40 * TOKENS)
+    assert engine.scheduler.matched_tokens(again, 0) >= 10 * TOKENS
+    engine.scheduler.finished(again, [])
+    hog.send(wire.Step(0, aborts=held))
+    hog.close()
+
+
+def test_a_restarted_server_is_noticed_by_workers_that_ask_it_nothing(planes, engines):
+    plane = planes(name="again.sock")
+    from simulated import Engine
+
+    engine = Engine(plane, "noticing", pause_first=0.01)
+    engine.run("r")
+    plane.stop()
+    engine.run("s")
+    again = planes(name="again.sock")
+
+    def served():
+        engine.run(f"t {served.count}")
+        served.count += 1
+        return again.do(again.cache.tiers)[0].blocks == 4
+
+    served.count = 0
+    until(served, "a store on the new server")
+    engine.close()
+
+
+def test_a_full_tier_stores_the_heads_and_leaves_the_rest_to_the_next_request(plane, engines):
     engine = engines()
     hog = plane.client(engine="hog")
     held = hog.step(wire.Step(0, need=62)).slots
@@ -273,6 +311,9 @@ def test_a_full_tier_stores_the_heads_and_tries_the_rest_again(plane, engines):
     engine.scheduler.reported(engine.workers[0].take_report())
     for _ in range(10):
         engine.step({request: 0})
+    assert settled(plane) == 2
+    for number in range(10):
+        engine.run(f"s {number}", "p", 6 * TOKENS, first_block=20)
     until(lambda: settled(plane) == 6, "the rest")
     hog.close()
 

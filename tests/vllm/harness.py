@@ -8,6 +8,7 @@ prompts as token ids and answer greedily, so that answers can be compared token 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import random
@@ -21,14 +22,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from inprocess import ANSWER_SECONDS, Completion, LocalEngine
+from kvtier.endpoints import free_port
 
 from loadtest import tiny
 from loadtest.stack import (
     CPU_ENGINE_OPTIONS,
+    LOOPBACK,
     Part,
+    start_part,
     start_server,
     start_up,
-    start_vllm,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +44,8 @@ BLOCK_BYTES = 2 * tiny.LAYERS * tiny.KV_HEADS * tiny.HEAD_SIZE * 4 * BLOCK
 """Bytes of one block of the tiny model: keys and values in float32."""
 STOCK = 32
 """Slots that an engine may keep ready, and that no idle engine exceeds."""
+DEADLINE_MS = 10_000
+"""Of an engine's calls. No server is so slow; a machine that runs other tests too may be."""
 SERVER_OPTIONS = ("--capacity", "256MiB")
 IDLE_SECONDS = 20.0
 POLL_SECONDS = 0.02
@@ -80,7 +85,11 @@ def transfer_config(server_socket: Path, **extra: object) -> dict[str, object]:
         "kv_connector": "KVTierConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(server_socket), **extra},
+        "kv_connector_extra_config": {
+            "socket": str(server_socket),
+            "deadline_ms": DEADLINE_MS,
+            **extra,
+        },
     }
 
 
@@ -116,15 +125,17 @@ class Lab:
         self, server_socket: Path | None = None, *options: str, **extra: object
     ) -> OnlineEngine:
         """Return a ready OpenAI server, with the connector where there is a socket."""
-        arguments = ["--model", str(self.model), *self._engine_options(), *options]
-        arguments += ["--prefix-caching-hash-algo", "sha256_cbor"]
+        port = free_port(LOOPBACK)
+        command = [str(Path(__file__).with_name("serve_vllm.py")), str(self.model)]
+        command += ["--host", LOOPBACK, "--port", str(port), "--enable-prompt-tokens-details"]
+        command += [*self._engine_options(), *options]
+        command += ["--prefix-caching-hash-algo", "sha256_cbor"]
         if server_socket is not None:
-            arguments += [
-                "--kv-transfer-config",
-                json.dumps(transfer_config(server_socket, **extra)),
-            ]
+            config = transfer_config(server_socket, **extra)
+            command += ["--kv-transfer-config", json.dumps(config)]
         environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        part = start_vllm(self.folder, arguments, next(self._names), environment)
+        part = start_part(self.folder, next(self._names), command, environment)
+        part = dataclasses.replace(part, url=f"http://{LOOPBACK}:{port}", health="/health")
         return OnlineEngine(self._ready(part), str(self.model))
 
     def local_engine(
@@ -245,6 +256,20 @@ class OnlineEngine:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """End it and return its exit code."""
         return self.part.stop(number)
+
+
+def holds(server: Part, blocks: int, seconds: float = IDLE_SECONDS) -> None:
+    """Fail unless the host tier soon has so many blocks: commits go one way."""
+    end = time.monotonic() + seconds
+    while (found := host_blocks(server)) != blocks:
+        assert time.monotonic() < end, f"{found} blocks in the host tier, and not {blocks}"
+        time.sleep(POLL_SECONDS)
+
+
+def host_blocks(server: Part) -> int:
+    """Return how many blocks the host tier has."""
+    [host] = json.loads(server.get("/v1/tiers"))
+    return host["blocks"]
 
 
 def no_leaks(server: Part, *engines: LocalEngine | OnlineEngine) -> None:

@@ -4,6 +4,7 @@ python local_engine.py CONTROL_SOCKET
 """
 
 import ctypes
+import importlib
 import itertools
 import json
 import os
@@ -13,11 +14,13 @@ import sys
 import threading
 import traceback
 
-import vllm.entrypoints.llm
-import vllm.lora.request
-import vllm.model_executor.models.llama
-import vllm.v1.worker.cpu_worker  # noqa: F401 (imported once for all forks)
-
+PRELOADED = (
+    "vllm.entrypoints.llm",
+    "vllm.lora.request",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What an engine imports, and every fork finds there."""
 SOURCE_METRIC = "vllm:prompt_tokens_cached_by_source"
 OUR_METRICS = "kvtier_engine_"
 STEPS_AT_MOST = 100_000
@@ -223,6 +226,8 @@ def exit_code(pid):
 
 
 def main():
+    for name in PRELOADED:
+        importlib.import_module(name)
     with connected(sys.argv[1]) as lines:
         for line in lines:
             request = json.loads(line)

@@ -119,7 +119,7 @@ def test_two_api_servers_both_serve_what_one_engine_has_stored(online, server, p
     assert [each.tokens for each in warm] == cold * 10
     assert all(each.cached == 6 * BLOCK for each in warm)
     log = online.part.log.read_text()
-    servers = re.findall(r"^\(APIServer pid=(\d+)\).* Received request", log, re.MULTILINE)
+    servers = re.findall(r"^\(ApiServer_(\d) .* Received request", log, re.MULTILINE)
     assert len(set(servers)) == 2, "one API server did everything"
     no_leaks(server, online)
 

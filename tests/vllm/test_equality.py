@@ -162,7 +162,7 @@ def test_what_the_device_and_the_host_hold_joins(engine, plain):
 NO_SLOT_UNTIL_THE_END = """
 side = llm.llm_engine.engine_core.engine_core.scheduler.connector._half.side
 account = side._account
-account.take_slots = lambda need: []
+account.take_slots = lambda need, above: []
 def finished(request, blocks):
     account.__dict__.pop("take_slots", None)
     answer = type(side).finished(side, request, blocks)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from adapters import make_adapter
-from harness import BLOCK, make_model, no_leaks, prompt
+from harness import BLOCK, holds, host_blocks, make_model, no_leaks, prompt
 from inprocess import Ask
 from support import until
 
@@ -19,11 +19,6 @@ DECODE = 24
 @pytest.fixture(scope="module")
 def server(module_lab):
     return module_lab.server()
-
-
-def blocks(server):
-    [host] = json.loads(server.get("/v1/tiers"))
-    return host["blocks"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +52,7 @@ def test_base_model_and_adapters_never_share(adapted, server, plain, tmp_path):
     assert ask("A", 1, first).tokens == reloaded.tokens
     assert ask("B", 2, second).tokens == other.tokens
     assert adapted.counters()["bypassed_requests:lora"] == 5
-    assert blocks(server) == (len(asked) + DECODE - 1) // BLOCK, "an adapter's KV is stored"
+    holds(server, (len(asked) + DECODE - 1) // BLOCK)
     no_leaks(server, adapted)
 
 
@@ -75,7 +70,7 @@ def test_requests_for_embeddings_neither_load_nor_store(module_lab, server):
     code = EMBED.format(asked=asked)
     right = module_lab.local_engine(enable_prefix_caching=False, **pooling).run(code)
     engine = module_lab.local_engine(server.socket, enable_prefix_caching=True, **pooling)
-    before = blocks(server)
+    before = host_blocks(server)
     for _ in range(2):
         for got, cold in zip(engine.run(code), right, strict=True):
             assert got == pytest.approx(cold, abs=1e-5)
@@ -83,7 +78,7 @@ def test_requests_for_embeddings_neither_load_nor_store(module_lab, server):
     counted = engine.counters()
     assert counted["bypassed_requests:pooling"] == 6
     assert (counted["loaded_blocks"], counted["stored_blocks"]) == (0, 0)
-    assert blocks(server) == before
+    holds(server, before)
     no_leaks(server, engine)
 
 
