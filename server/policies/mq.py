@@ -125,21 +125,32 @@ class MQ(EvictionPolicy):
                 node = hotter
 
     def export(self) -> PolicyState:
-        """Return the blocks in order, with their uses, the ghosts and the life in force."""
-        blocks = []
-        for queue in self._queues:
+        """Return the blocks in order, with their uses, the ghosts, and what makes up the queues."""
+        blocks: list[Known] = []
+        learnt = {"life": self.life}
+        for level, queue in enumerate(self._queues):
+            before = len(blocks)
             node = queue.hotter
+            learnt[f"idle {level}"] = self._now - node.since
             while node is not queue:
                 blocks.append(Known(node.key, node.weight, node.uses, node.parent))
                 node = node.hotter
-        return PolicyState(tuple(blocks), self._ghosts.copy(), {"life": self.life})
+            learnt[f"length {level}"] = len(blocks) - before
+        return PolicyState(tuple(blocks), self._ghosts.copy(), learnt)
 
     def adopt(self, state: PolicyState) -> None:
-        """Take over order, uses and ghosts; each block gets a whole life. The life stays ours."""
-        for known, credited in zip(state.blocks, credited_uses(state.blocks), strict=True):
+        """Take over order, uses and ghosts, and from another MQ its queues. The life stays ours."""
+        lengths = [int(state.learnt.get(f"length {level}", 0)) for level in range(QUEUES)]
+        if sum(lengths) == len(state.blocks):
+            levels = [level for level in range(QUEUES) for _ in range(lengths[level])]
+        else:
+            levels = [LEVELS[uses] for uses in credited_uses(state.blocks)]
+        for known, level in zip(state.blocks, levels, strict=True):
             node = self._nodes[known.key] = _Node(*known.node())
-            node.level = LEVELS[credited]
-            node.link_below(self._queues[node.level])
+            node.level = level
+            node.link_below(self._queues[level])
+        for level, length in enumerate(lengths):
+            self._age(level, length, int(state.learnt.get(f"idle {level}", 0)))
         self._ghosts = state.ghosts.copy()
 
     def __len__(self) -> int:
@@ -147,6 +158,13 @@ class MQ(EvictionPolicy):
 
     def __contains__(self, key: object) -> bool:
         return key in self._nodes
+
+    def _age(self, level: int, length: int, idle: int) -> None:
+        """Let the blocks of a queue have been idle, the coldest for `idle` accesses, others less."""
+        node = self._queues[level].hotter
+        for at in range(length):
+            node.since = self._now - idle * (length - at) // length
+            node = node.hotter
 
     def _settle(self) -> None:
         """Move blocks that were idle for longer than their life down one queue."""

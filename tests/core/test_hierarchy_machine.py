@@ -9,11 +9,13 @@ the end know what there is.
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kvtier.changes import Teller
 from kvtier.core import EvictReason, Role, StoreOutcome
 from kvtier.integrity import check_integrity
+from kvtier.policies import POLICIES
 from support import Mirror, chain, hierarchy, manifest
 
 SLOTS = 40
@@ -34,9 +36,13 @@ class Sight:
 class HierarchyMachine(RuleBasedStateMachine):
     """Engines come and go, store, look up and lose their connections."""
 
+    policy = "lru"
+
     @initialize()
     def begin(self):
-        self.cache = hierarchy(SLOTS, clock=lambda: 0.0, high_watermark=0.9, low_watermark=0.8)
+        self.cache = hierarchy(
+            SLOTS, clock=lambda: 0.0, policy=self.policy, high_watermark=0.9, low_watermark=0.8
+        )
         self.sight = {name: Sight() for name in MANIFESTS}
         self.sessions = []
         self.reserved: dict[int, set[int]] = {}
@@ -345,3 +351,13 @@ HierarchyMachine.TestCase.settings = settings(
     max_examples=100, stateful_step_count=40, deadline=None, print_blob=True
 )
 TestHierarchy = HierarchyMachine.TestCase
+
+EXAMPLES_OF_OTHERS = 25
+"""Runs of the same rules with each other policy: part of `make test`."""
+
+for _name in sorted(set(POLICIES) - {HierarchyMachine.policy}):
+    _machine = type(f"{_name.title()}Machine", (HierarchyMachine,), {"policy": _name})
+    _machine.TestCase.settings = settings(
+        HierarchyMachine.TestCase.settings, max_examples=EXAMPLES_OF_OTHERS
+    )
+    globals()[f"TestHierarchyWith{_name.title()}"] = pytest.mark.slow(_machine.TestCase)

@@ -40,13 +40,16 @@ def beside(request, module_lab, server):
     children = [transfer_config(server.socket), other]
     if request.param == "second":
         children.reverse()
-    config = {
+    return module_lab.local_engine(kv_transfer_config=with_children(children))
+
+
+def with_children(children):
+    return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": children},
     }
-    return module_lab.local_engine(kv_transfer_config=config)
 
 
 def test_beside_another_connector_its_prefixes_come_back(beside, server, plain):
@@ -98,6 +101,29 @@ def test_beside_another_connector_ended_and_aborted_requests_leave_nothing(besid
     beside.drain()
     assert beside.run("result = len(scheduler_side()._requests)") == 0, "ended, and remembered"
     no_leaks(server, beside)
+
+
+def test_what_another_connector_failed_to_load_is_never_stored(lab, plain):
+    """The step in which it fails computes whole blocks on what is not there."""
+    server = lab.server()
+    broken = {
+        "kv_connector": "BrokenConnector",
+        "kv_connector_module_path": "broken_child",
+        "kv_role": "kv_both",
+    }
+    children = with_children([broken, transfer_config(server.socket)])
+    engine = lab.local_engine(kv_transfer_config=children)
+    asked = prompt(45, 6 * BLOCK + 3)
+    cold = plain.complete(asked, DECODE)
+    promised = engine.complete(asked, DECODE)
+    assert (promised.cached, promised.tokens) == (2 * BLOCK, cold.tokens)
+    no_leaks(server, engine)
+    other = lab.local_engine(server.socket)
+    for _ in range(2):
+        assert other.complete(asked, DECODE).tokens == cold.tokens
+        other.forget()
+    assert other.complete(asked, DECODE).cached == 6 * BLOCK
+    no_leaks(server, engine, other)
 
 
 # Several API servers.
