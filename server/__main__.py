@@ -96,6 +96,32 @@ def show_config(
 
 
 @app.command()
+def replay(
+    files: Annotated[list[Path], typer.Argument(help="Traces: JSON lines, plain or gzipped.")],
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policy; once for each. Default: all.")
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Size such as "10%" of the distinct blocks, or "20GiB"; once for each. '
+            "Default: 1%, 5%, 10%, 25%."
+        ),
+    ] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option(help='Bytes of one block, such as "2MiB".')
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="SVG file to write.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay recorded requests: the hits that each policy and size would have had."""
+    from .replay.command import SIZES, ReplayOptions, run_replay  # noqa: PLC0415
+
+    options = ReplayOptions(files, policy or (), size or SIZES, block_bytes, plot)
+    run_replay(options, as_json=as_json)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)

@@ -95,5 +95,7 @@ def _unknown(key: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as the message shows it: short, whatever it is."""
-    return reprlib.repr(value)
+    """Return a value as the message shows it: short, however large it is."""
+    if isinstance(value, Mapping):
+        return "an object"
+    return "a list" if isinstance(value, list | tuple) else reprlib.repr(value)

@@ -68,7 +68,7 @@ class OTLPTracer:
 
     def close(self) -> None:
         """Send what is left, for `CLOSE_SECONDS` at most."""
-        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing = threading.Thread(target=self._provider.shutdown, name="OtelClose", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
 

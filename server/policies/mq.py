@@ -160,7 +160,7 @@ class MQ(EvictionPolicy):
         return key in self._nodes
 
     def _age(self, level: int, length: int, idle: int) -> None:
-        """Let the blocks of a queue have been idle, the coldest for `idle` accesses, others less."""
+        """Let the coldest block of a queue have been idle for `idle` accesses, and others less."""
         node = self._queues[level].hotter
         for at in range(length):
             node.since = self._now - idle * (length - at) // length

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvtier.engine.controls import (
     KEYS,
@@ -33,6 +33,10 @@ json_values = st.recursive(
 )
 
 
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""The machine may be busy: how long an example takes says nothing."""
+
+
 def kvtier(**asked):
     return {PARAM: asked}
 
@@ -42,6 +46,7 @@ def test_a_request_that_says_nothing_to_kvtier_gets_the_defaults(params):
     assert read_controls(params) == Controls(store=True, load=True, tenant="", limit_tokens=None)
 
 
+@untimed
 @given(asked=st.fixed_dictionaries({}, optional=sound), others=st.dictionaries(
     st.text().filter(lambda key: key != PARAM), json_values, max_size=3
 ))  # fmt: skip
@@ -61,6 +66,7 @@ def is_sound(key, value):
     return key == "limit_tokens" and type(value) is int and value >= 0
 
 
+@untimed
 @given(asked=st.dictionaries(st.sampled_from(KEYS) | st.text(), json_values, max_size=4))
 def test_anything_else_is_refused_in_one_short_sentence(asked):
     if all(is_sound(key, value) for key, value in asked.items()):
@@ -72,7 +78,7 @@ def test_anything_else_is_refused_in_one_short_sentence(asked):
     assert said.startswith("kv_transfer_params: ")
     assert PARAM in said
     assert "\n" not in said
-    assert len(said) < 300
+    assert len(said) < 200
 
 
 @pytest.mark.parametrize(
@@ -82,6 +88,8 @@ def test_anything_else_is_refused_in_one_short_sentence(asked):
         ({"limit": 3}, "unknown key 'limit': did you mean limit_tokens?"),
         ({"priority": 3}, f"unknown key 'priority': the keys are {', '.join(KEYS)}"),
         ({"store": 1}, "kvtier.store is 1, and must be true or false"),
+        ({"store": {"a": {"b": [1]}}}, "kvtier.store is an object, and must be true or false"),
+        ({"store": [True]}, "kvtier.store is a list, and must be true or false"),
         ({"load": "no"}, "kvtier.load is 'no', and must be true or false"),
         ({"limit_tokens": True}, "kvtier.limit_tokens is True, and must be a whole number"),
         ({"limit_tokens": -1}, "kvtier.limit_tokens is -1, and must be a whole number"),

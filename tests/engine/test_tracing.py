@@ -101,8 +101,11 @@ def receiver():
 
 
 @pytest.fixture
-def tracers():
-    """Makes tracers that end with the test, with every thread that they started."""
+def tracers(receiver):
+    """Makes tracers that end with the test, with every thread that they started.
+
+    A thread that goes on draws random numbers for its pauses, and disturbs Hypothesis elsewhere.
+    """
     started = []
 
     def start(endpoint):
@@ -110,8 +113,11 @@ def tracers():
         return started[-1]
 
     yield start
+    receiver.gate.set()
     for tracer in started:
         tracer.close()
+    names = ("OtelBatch", "OtelClose")
+    until(lambda: not any(t.name.startswith(names) for t in threading.enumerate()), "their end")
 
 
 def values(span):

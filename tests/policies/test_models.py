@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from kvtier.policies import POLICIES
-from models import (
-    ARCModel,
-    FIFOModel,
-    GDSFModel,
-    LRUModel,
-    MQModel,
-    S3FIFOModel,
-    SLRUModel,
-)
+from models import FIFOModel, GDSFModel, LRUModel, MQModel, SLRUModel
+from models_with_parking import ARCModel, S3FIFOModel
 from requests_of_chains import HISTORIES, Tier, chain_of, key_of, long_history
 
 MODELS = {

@@ -1,0 +1,1 @@
+"""Offline replay of recorded requests: what each policy and size would have hit."""
