@@ -25,7 +25,7 @@ PROMPT_TOKENS = PROMPT_BLOCKS * BLOCK_TOKENS + 25
 """Whole blocks, and the rest of a prompt that ends anywhere: computed however much is cached."""
 PAIRS_AT_LEAST = 6
 """Of each prompt."""
-PAIRS_AT_MOST = 12
+PAIRS_AT_MOST = 40
 PAIRS_SECONDS = 60.0
 """Of each prompt: after the least number of pairs, more are asked for only so long."""
 COPY_BYTES = 1 << 27
