@@ -159,12 +159,11 @@ def test_what_the_device_and_the_host_hold_joins(engine, plain):
     assert after["host"] - sources.get("host", 0) == 5 * BLOCK
 
 
-NO_SLOT_UNTIL_THE_END = """
+NOTHING_STORED_UNTIL_THE_END = """
 side = llm.llm_engine.engine_core.engine_core.scheduler.connector._half.side
-account = side._account
-account.take_slots = lambda need, above: []
+side._candidates = lambda scheduler_output: []
 def finished(request, blocks):
-    account.__dict__.pop("take_slots", None)
+    side.__dict__.pop("_candidates", None)
     answer = type(side).finished(side, request, blocks)
     side.__dict__.pop("finished")
     side.waited = answer[0]
@@ -177,7 +176,7 @@ result = None
 def test_what_is_left_to_store_at_the_end_is_stored_and_its_blocks_are_freed(engine, plain):
     asked = prompt(8000, 4 * BLOCK + 1)
     cold = plain.complete(asked, DECODE)
-    engine.run(NO_SLOT_UNTIL_THE_END)
+    engine.run(NOTHING_STORED_UNTIL_THE_END)
     assert engine.complete(asked, DECODE).tokens == cold.tokens
     assert engine.run("result = side.waited") is True
     engine.complete(prompt(8001, BLOCK), 4)
