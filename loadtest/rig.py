@@ -22,9 +22,7 @@ from . import model
 from .stack import CPU_ENGINE_OPTIONS, Part, StackError, start_server, start_vllm
 
 BLOCK_TOKENS = 32
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""One thread computes. Two on two cores wait for each other whenever vLLM's scheduler, which spins
-while it waits for the worker, has one of the cores: the same hit then takes 0.35 to 0.57 s."""
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 CAPACITY = "2GiB"
 ENGINE_MEMORY = str(450 * 2**20)
 """Bytes of an engine's own cache: 10,000 tokens, all of which warming up has touched once."""

@@ -27,9 +27,10 @@ DEFAULT_HASH = "sha256_cbor"
 KV_MEMORY_SHARE = 8
 """On a CPU, one part in so many of the machine's memory is vLLM's own cache, up to 16 GiB."""
 WATCHED = (
-    "config", "enable-prefix-caching", "enable-prompt-tokens-details", "grpc", "headless", "host",
-    "kv-cache-memory-bytes", "kv-transfer-config", "model", "no-enable-prefix-caching", "port",
-    "prefix-caching-hash-algo", "ssl-certfile", "ssl-keyfile", "uds",
+    "api-server-count", "config", "enable-prefix-caching", "enable-prompt-tokens-details", "grpc",
+    "headless", "host", "kv-cache-memory-bytes", "kv-transfer-config", "model",
+    "no-enable-prefix-caching", "port", "prefix-caching-hash-algo", "ssl-certfile", "ssl-keyfile",
+    "uds",
 )  # fmt: skip
 """The options that this file knows, without dashes."""
 
@@ -135,6 +136,11 @@ def _refuse(options: Mapping[str, str]) -> None:
     if "no-enable-prefix-caching" in options or off:
         raise StartError(
             "kvtier keeps the blocks of vLLM's prefix cache: leave out --no-enable-prefix-caching."
+        )
+    if options.get("api-server-count", "1") != "1":
+        raise StartError(
+            "kvtier up runs one API server: leave out --api-server-count, or start that engine by "
+            "hand, beside kvtier serve."
         )
     for name in ("headless", "grpc"):
         if name in options:

@@ -17,8 +17,6 @@ from .plan import NOBODY, Promise
 
 STOCK = 32
 """Slots that the server is asked to keep ready for this engine."""
-STEPS_BETWEEN_ASKS = 8
-"""Steps without asking, after the server could not give enough slots."""
 
 
 class Account:
@@ -32,7 +30,6 @@ class Account:
         self._log = log
         self._stock: list[int] = []
         self._settled = NOBODY
-        self._asks_paused = 0
         self._reset_owed = False
 
     def meet(self) -> None:
@@ -40,7 +37,7 @@ class Account:
         now = self._now()
         if now == self.by:
             return
-        self._stock, self.say, self._asks_paused = [], wire.Step(seq=0), 0
+        self._stock, self.say = [], wire.Step(seq=0)
         if now is not NOBODY and self._reset_owed:
             now = self._now() if self._client.reset() is not None else NOBODY
             self._reset_owed = now is NOBODY
@@ -57,15 +54,11 @@ class Account:
         """
         self._stock += self._client.grants()
         short = need - len(self._stock)
-        if short > 0 and self._asks_paused:
-            self._asks_paused -= 1
-        elif short > 0:
+        if short > 0:
             step, self.say = self.say, wire.Step(seq=0)
             step.need, step.stock, step.above = short, STOCK, [*above]
             granted = self._client.step(step)
             self._stock += [] if granted is None else granted.slots
-            if need > len(self._stock):
-                self._asks_paused = STEPS_BETWEEN_ASKS
         if self._now() != self.by:
             self._stock = []
         taken, self._stock = self._stock[:need], self._stock[need:]

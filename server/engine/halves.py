@@ -9,6 +9,8 @@ from __future__ import annotations
 from logging import Logger
 from typing import Any
 
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
 from ..client import Client
 from ..core import Manifest, Role
 from ..errors import EngineError
@@ -73,7 +75,10 @@ class Scheduler(Half):
         events = self.config.kv_events_config
         feed = None
         if events is not None and events.enable_kv_cache_events:
-            feed = EventFeed(manifest.block_tokens)
+            [group] = self.cache_config.kv_cache_groups
+            kind = get_kv_cache_spec_kind(group.kv_cache_spec)
+            feed = EventFeed(manifest.block_tokens, spec_kind=kind.value)
+        tracer = make_tracer(self.options.otlp_endpoint, self.log)
         client = self.client(Role.SCHEDULER, 0, manifest, events=feed is not None)
         client.start()
         options = SchedulerOptions(
@@ -82,7 +87,6 @@ class Scheduler(Half):
             ranks=self.config.parallel_config.tensor_parallel_size,
             asynchronous=layout.asynchronous,
         )
-        tracer = make_tracer(self.options.otlp_endpoint, self.log)
         self.side = SchedulerSide(Account(client, self.log), options, self.log, tracer, feed)
         self.side.cache_manager = self.cache_manager
 

@@ -9,11 +9,12 @@ written again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from .. import protocol as wire
 from .plan import Promise, StepPlan
-from .requests import Tracked
+from .requests import Tracked, joined
 from .tracing import Span
 
 
@@ -143,3 +144,27 @@ class InFlight:
         """Return who promised the slots of all copies under way."""
         loads = [loading.by for one in self._loads.values() for loading in one.loads]
         return loads + [one.by for one in self._stores.values()]
+
+
+def above(candidates: Iterable[Candidate]) -> Iterator[bytes]:
+    """Yield the chains that runs of candidates continue."""
+    last = b""
+    for one in candidates:
+        if one.parent != last and one.position:
+            yield joined(one.tracked.request.block_hashes[: one.position])
+        last = one.key
+
+
+def chains(pairs: Iterable[tuple[Candidate, int]]) -> list[wire.Chain]:
+    """Return candidates and their slots as runs in which each block is the next one's parent."""
+    found: list[wire.Chain] = []
+    last = b""
+    for candidate, slot in pairs:
+        tenant = candidate.tracked.controls.tenant
+        if found and candidate.parent == last and tenant == found[-1].tenant:
+            found[-1].keys += candidate.key
+            found[-1].slots.append(slot)
+        else:
+            found.append(wire.Chain(candidate.parent, bytes(candidate.key), [slot], tenant))
+        last = candidate.key
+    return found

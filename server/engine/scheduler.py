@@ -9,7 +9,7 @@ cache had taken for loaded is forgotten, and nothing computed on top of it is st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from logging import Logger
 from typing import Any
@@ -18,7 +18,7 @@ from .. import protocol as wire
 from ..core import Tier
 from .account import Account
 from .events import EventFeed
-from .inflight import Candidate, InFlight, Loading, Plan
+from .inflight import Candidate, InFlight, Loading, Plan, above, chains
 from .plan import NOBODY, Load, Move, StepPlan, WorkerReport, seed
 from .requests import Match, Tracked, joined, track
 from .stats import BYPASSED, MISSES, ConnectorStats
@@ -52,8 +52,8 @@ class SchedulerSide:
         self.cache_manager: Any = None
         """vLLM's own, once it is bound: to forget blocks whose load failed."""
         self._account = account
-        self._options = options
         self._block_tokens = options.block_tokens
+        self._block_bytes = options.block_bytes
         self._log = log
         self._tracer = tracer
         self._events = events
@@ -128,7 +128,7 @@ class SchedulerSide:
         candidates: Sequence[Candidate] = ()
         slots: list[int] = []
         if plan.by is not NOBODY and (candidates := self._candidates(scheduler_output)):
-            slots = self._account.take_slots(len(candidates), _above(candidates))
+            slots = self._account.take_slots(len(candidates), above(candidates))
             for cut in candidates[len(slots) :]:
                 cut.tracked.refused = True
             candidates = candidates[: len(slots)]
@@ -257,8 +257,8 @@ class SchedulerSide:
 
     def _end(self, span: Span, blocks: int, failed: int) -> None:
         span.end(
-            tokens=blocks * self._options.block_tokens,
-            bytes=blocks * self._options.block_bytes,
+            tokens=blocks * self._block_tokens,
+            bytes=blocks * self._block_bytes,
             failed_blocks=failed,
             tier=Tier.HOST,
         )
@@ -269,8 +269,8 @@ class SchedulerSide:
                 worthless = [slot for slot in loading.slots if slot in unreadable]
                 self._account.say.unreadable += worthless
                 self._account.say.releases.append(loading.lease)
-            lost = [at for at, slot in enumerate(loading.slots, loading.first)
-                    if slot in done.failed]  # fmt: skip
+            positions = enumerate(loading.slots, loading.first)
+            lost = [at for at, slot in positions if slot in done.failed]
             if lost:
                 self._forget_from(loading, lost)
             self._end(loading.span, len(loading.slots), len(lost))
@@ -353,16 +353,15 @@ class SchedulerSide:
         return written
 
     def _finish_stores(self, done: Plan) -> None:
-        failed = sum(slot in done.failed for slot in done.slots)
         if done.store_span is not None:
+            failed = sum(slot in done.failed for slot in done.slots)
             self._end(done.store_span, len(done.slots), failed)
         if done.by != self._account.by:
             return
-        say = self._account.say
-        pairs = list(zip(done.candidates, done.slots, strict=True))
-        kept = [pair for pair in pairs if pair[1] not in done.failed and not done.discarded]
-        say.aborts += [slot for _, slot in pairs if slot in done.failed or done.discarded]
-        say.commits += chains(kept)
+        lost = set(done.slots) if done.discarded else done.failed
+        pairs = zip(done.candidates, done.slots, strict=True)
+        self._account.say.aborts += [slot for slot in done.slots if slot in lost]
+        self._account.say.commits += chains(pair for pair in pairs if pair[1] not in lost)
 
 
 def _load(loading: Loading) -> Load:
@@ -374,29 +373,5 @@ def _load(loading: Loading) -> Load:
     return Load(loading.request, loading.by, moves)
 
 
-def _above(candidates: Iterable[Candidate]) -> Iterator[bytes]:
-    """Yield the chains that runs of candidates continue."""
-    last = b""
-    for one in candidates:
-        if one.parent != last and one.position:
-            yield joined(one.tracked.request.block_hashes[: one.position])
-        last = one.key
-
-
 def _stores(tracked: Tracked) -> bool:
     return tracked.bypass is None and tracked.controls.store and not tracked.refused
-
-
-def chains(pairs: Iterable[tuple[Candidate, int]]) -> list[wire.Chain]:
-    """Return candidates and their slots as runs in which each block is the next one's parent."""
-    found: list[wire.Chain] = []
-    last = b""
-    for candidate, slot in pairs:
-        tenant = candidate.tracked.controls.tenant
-        if found and candidate.parent == last and tenant == found[-1].tenant:
-            found[-1].keys += candidate.key
-            found[-1].slots.append(slot)
-        else:
-            found.append(wire.Chain(candidate.parent, bytes(candidate.key), [slot], tenant))
-        last = candidate.key
-    return found

@@ -175,7 +175,8 @@ class WorkerSide:
         if failed := [move for move in load.moves if move.slot not in copied]:
             job.failed = {move.slot for move in failed}
             self._failed_blocks.update(move.block for move in failed)
-            self._spoiled = seq
+            if not self._paging.asynchronous:
+                self._spoiled = seq
             self._stats.add("load_failed_blocks", len(failed))
             self._log.warning(
                 "%d of %d blocks could not be loaded and are computed again",
@@ -211,8 +212,8 @@ class WorkerSide:
 
     def _store(self, plan: StepPlan) -> None:
         job = Job(plan.seq, "", time.perf_counter())
-        spoiled = plan.seq == self._spoiled and not self._paging.asynchronous
-        ours = [move for move in plan.stores if self._place.writes(move.slot)]
+        spoiled = plan.seq == self._spoiled
+        ours = [move for move in plan.stores if spoiled or self._place.writes(move.slot)]
         if not spoiled and self._valid(plan.by):
             for move in ours:
                 if (whole := self._slabs.shard(move.slot)) is not None:
@@ -224,8 +225,6 @@ class WorkerSide:
             job.moves.clear()
         copied = {move.slot for move in job.moves}
         job.failed = {move.slot for move in ours} - copied
-        if spoiled:
-            job.failed = {move.slot for move in plan.stores}
         if job.failed:
             self._stats.add("store_failed_blocks", len(job.failed))
         self._stores[plan.seq] = job

@@ -1,4 +1,4 @@
-"""MQ that finds its life by itself: the default.
+"""MQ that finds its life by itself.
 
 How long a count of uses should count depends on the traffic and on the size of the tier. Shadows
 (caches of keys without bytes, one for each life) see each request and count the hits that they

@@ -1,7 +1,8 @@
 """Least recently used, tail first.
 
-A linked list from cold to hot. A request's chain is touched from tail to head, and a new block
-takes the place just below its parent, so that a child is never hotter than its parent.
+A linked list from cold to hot. A request's chain goes to its hot end with the head above the tail,
+and a new block takes the place just below its parent, so that a child is never hotter than its
+parent.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from ..core import BlockKey
 from .base import EvictionPolicy, Known, PolicyState, credited_uses
+from .ghosts import Ghosts
 from .links import MOST_USES, Node
 
 QUEUES = 8
@@ -40,7 +41,7 @@ class MQ(EvictionPolicy):
     def __init__(self, life: float = LIFE) -> None:
         self._nodes: dict[BlockKey, _Node] = {}
         self._queues = [_Node(b"", 0) for _ in range(QUEUES)]
-        self._ghosts = PolicyState(()).ghosts
+        self._ghosts = Ghosts()
         self._now = 0
         """Block accesses so far: time, as far as lives are concerned."""
         self._stamp = 0

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from ..core import BlockKey
 from .base import EvictionPolicy, PolicyState
+from .ghosts import Ghosts
 from .tree import TreeNode, eviction_order, plant, walk
 
 SMALL, MAIN = 0, 1
@@ -33,7 +34,7 @@ class S3FIFO(EvictionPolicy):
         self._nodes: dict[BlockKey, _Node] = {}
         self._queues = (_Node(b"", 0), _Node(b"", 0))
         self._bytes = [0, 0]
-        self._ghosts = PolicyState(()).ghosts
+        self._ghosts = Ghosts()
         self._newest: _Node | None = None
 
     def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from ..core import BlockKey
 from .base import EvictionPolicy, Known, PolicyState, credited_uses
+from .ghosts import Ghosts
 from .links import MOST_USES, Node
 
 PROTECTED_SHARE = 0.8
@@ -29,7 +30,7 @@ class SLRU(EvictionPolicy):
         self._nodes: dict[BlockKey, _Node] = {}
         self._probation = _Node(b"", 0)
         self._protected = _Node(b"", 0)
-        self._ghosts = PolicyState(()).ghosts
+        self._ghosts = Ghosts()
         self._bytes = 0
         self._protected_bytes = 0
 

@@ -1,5 +1,6 @@
 """Case B49: the memory that a size setting takes is the size that it says, in total."""
 
+import contextlib
 import logging
 import mmap
 import os
@@ -19,8 +20,9 @@ def slab_bytes(pid):
     """Bytes that the kernel has given to the process's memfds."""
     total = 0
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        if "memfd:" in str(link.readlink()):
-            total += link.stat().st_blocks * 512
+        with contextlib.suppress(FileNotFoundError):  # Closed since it was listed.
+            if "memfd:" in str(link.readlink()):
+                total += link.stat().st_blocks * 512
     return total
 
 

@@ -93,6 +93,8 @@ def test_a_hash_that_cannot_be_shared_is_refused_with_the_reason(algorithm):
         (["some/model", "--por", "8000"], "Write --port in full"),
         (["some/model", "--no-enable-prefix-caching"], "leave out --no-enable-prefix-caching"),
         (["some/model", "--headless"], "--headless asks for none"),
+        (["some/model", "--api-server-count", "2"], "runs one API server"),
+        (["some/model", "--api-server-count=4"], "runs one API server"),
         (["some/model", "--config", "missing.yaml"], "missing.yaml, can't be read"),
     ],
 )

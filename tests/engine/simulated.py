@@ -18,6 +18,7 @@ from kvtier.engine.paging import HostPaging
 from kvtier.engine.scheduler import SchedulerOptions, SchedulerSide
 from kvtier.engine.tracing import make_tracer
 from kvtier.engine.worker import Place, WorkerSide
+from kvtier.integrity import check_integrity
 from support import MANIFEST, manifest
 
 TOKENS = MANIFEST.block_tokens
@@ -174,3 +175,32 @@ class Engine:
         matched = self.admit(request, computed)
         self.step({request: tokens - request.num_computed_tokens})
         return request, matched
+
+
+def lose(worker, slot):
+    """Let a rank not find one slot."""
+    take = worker._slabs.shard
+    worker._slabs.shard = lambda asked: None if asked == slot else take(asked)
+
+
+def blocks(plane):
+    """Return how many blocks are visible, after a check that all agrees."""
+    plane.do(check_integrity, plane.cache)
+    return plane.do(plane.cache.tiers)[0].blocks
+
+
+def leased(plane):
+    """Return how many leases of blocks there are."""
+    return sum(session.leased_blocks for session in plane.do(plane.cache.sessions))
+
+
+def end_session(plane, client):
+    """Let the server close a client's connection."""
+    number = client.meet().session
+
+    def close():
+        for each in list(plane.plane.open):
+            if each._session.number == number:
+                each.close("error")
+
+    plane.do(close)

@@ -11,25 +11,12 @@ pytest.importorskip("vllm")
 
 from kvtier import protocol as wire
 from kvtier.core import StoreOutcome, unpack_slot
-from kvtier.engine.inflight import Candidate
+from kvtier.engine.inflight import Candidate, chains
 from kvtier.engine.plan import Promise, WorkerReport
-from kvtier.engine.scheduler import chains
-from kvtier.integrity import check_integrity
-from simulated import TOKENS, Request
+from simulated import TOKENS, Engine, Request, blocks, end_session, leased, lose
 from support import until
 
 pytestmark = pytest.mark.vllm
-
-
-def lose(worker, slot):
-    """Let a rank not find one slot."""
-    take = worker._slabs.shard
-    worker._slabs.shard = lambda asked: None if asked == slot else take(asked)
-
-
-def settled(plane):
-    plane.do(check_integrity, plane.cache)
-    return plane.do(plane.cache.tiers)[0].blocks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -69,7 +56,7 @@ def test_blocks_only_the_device_holds_are_stored_again(plane, engines):
     again = Request("s", "p", 8 * TOKENS, request.blocks)
     engine.admit(again, computed=6 * TOKENS)
     engine.step({again: 2 * TOKENS})
-    until(lambda: settled(plane) == 8, "all blocks are back")
+    until(lambda: blocks(plane) == 8, "all blocks are back")
 
 
 def test_chunks_and_decode_are_stored_as_they_fill(plane, engines):
@@ -79,7 +66,7 @@ def test_chunks_and_decode_are_stored_as_they_fill(plane, engines):
     for chunk in (TOKENS - 1, 1, 2 * TOKENS + 3, TOKENS - 3, TOKENS):
         engine.step({request: chunk})
         full = request.num_computed_tokens // TOKENS
-        until(lambda full=full: settled(plane) == full, f"{full} blocks")
+        until(lambda full=full: blocks(plane) == full, f"{full} blocks")
 
 
 def test_a_step_that_fills_no_block_says_nothing(plane, engines):
@@ -88,7 +75,7 @@ def test_a_step_that_fills_no_block_says_nothing(plane, engines):
     engine.admit(request)
     engine.step({request: TOKENS})
     handled = plane.metrics.frame_seconds.labels("step")._sum
-    until(lambda: settled(plane) == 1, "the commit")
+    until(lambda: blocks(plane) == 1, "the commit")
     before = plane.do(handled.get)
     engine.step({request: 3})
     assert engine.plan({request: 3}).seq == 0
@@ -177,12 +164,7 @@ def test_a_reconnected_scheduler_commits_nothing_of_before(plane, engines):
     engine.admit(request)
     plan = engine.plan({request: 4 * TOKENS})
     assert len(plan.stores) == 4
-    number = engine.scheduler_client.meet().session
-    plane.do(
-        lambda: [
-            each.close("error") for each in list(plane.plane.open) if each._session.number == number
-        ]
-    )
+    end_session(plane, engine.scheduler_client)
     assert engine.scheduler_client.lookup(request.block_hashes[0], 0) is None
     until(lambda: engine.scheduler_client.meet() is not None, "the new session")
     [limbo] = plane.do(lambda: plane.cache.engines["engine"].limbo)
@@ -193,9 +175,9 @@ def test_a_reconnected_scheduler_commits_nothing_of_before(plane, engines):
     engine.scheduler.reported(engine.workers[0].take_report())
     engine.plan({})
     until(lambda: not plane.do(lambda: plane.cache.engines["engine"].limbo), "settled")
-    assert settled(plane) == 0
+    assert blocks(plane) == 0
     assert engine.run("s")[1] == 0
-    until(lambda: settled(plane) == 4, "the next request stores them")
+    until(lambda: blocks(plane) == 4, "the next request stores them")
 
 
 def test_a_reset_lets_nothing_in_flight_become_visible(plane, engines):
@@ -225,7 +207,7 @@ def test_the_last_block_of_an_answer_is_stored_after_its_request(plane, engines)
     engine.workers[0].store(plan)
     assert engine.workers[0].take_finished() == ({"r"}, set())
     engine.scheduler.reported(engine.workers[0].take_report())
-    until(lambda: settled(plane) == 4, "the whole answer")
+    until(lambda: blocks(plane) == 4, "the whole answer")
 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
@@ -238,10 +220,7 @@ def test_an_aborted_request_leaves_no_lease(plane, engines, status):
     assert two.scheduler.finished(request, []) == (False, None)
     two.plan({})
 
-    def leased():
-        return sum(session.leased_blocks for session in plane.do(plane.cache.sessions))
-
-    until(lambda: leased() == 0, "the release")
+    until(lambda: leased(plane) == 0, "the release")
 
 
 @pytest.mark.parametrize("kind", ["pooling_params", "lora_request"])
@@ -259,6 +238,22 @@ def test_what_block_hashes_do_not_tell_apart_is_bypassed_and_counted(plane, engi
     assert engine.scheduler.take_stats().data == {f"bypassed_requests:{reason}": 2}
 
 
+def test_a_refused_request_costs_no_other_its_stores(plane, engines):
+    """The next one is asked for, too: there may be room by then."""
+    engine = engines()
+    hog = plane.client(engine="hog")
+    held = hog.step(wire.Step(0, need=62)).slots
+    refused = Request("r", "p", 6 * TOKENS, list(range(16)))
+    engine.admit(refused)
+    engine.step({refused: 6 * TOKENS})
+    hog.send(wire.Step(0, aborts=held))
+    hog.close()
+    other = Request("s", "q", 40 * TOKENS, list(range(20, 60)))
+    engine.admit(other)
+    engine.step({other: 40 * TOKENS})
+    until(lambda: blocks(plane) == 42, "all of the second prompt")
+
+
 def test_a_prompt_larger_than_the_tier_keeps_its_head(plane, engines):
     """Its rest would evict what it continues, and be of no use without."""
     engine = engines()
@@ -269,7 +264,7 @@ def test_a_prompt_larger_than_the_tier_keeps_its_head(plane, engines):
     engine.step({request: 40 * TOKENS})
     for _ in range(30):
         engine.step({request: 0})
-    until(lambda: settled(plane) >= 10, "what fits, less what is kept free")
+    until(lambda: blocks(plane) >= 10, "what fits, less what is kept free")
     again = Request("s", "p", 40 * TOKENS)
     assert engine.scheduler.matched_tokens(again, 0) >= 10 * TOKENS
     engine.scheduler.finished(again, [])
@@ -279,7 +274,6 @@ def test_a_prompt_larger_than_the_tier_keeps_its_head(plane, engines):
 
 def test_a_restarted_server_is_noticed_by_workers_that_ask_it_nothing(planes, engines):
     plane = planes(name="again.sock")
-    from simulated import Engine
 
     engine = Engine(plane, "noticing", pause_first=0.01)
     engine.run("r")
@@ -311,10 +305,10 @@ def test_a_full_tier_stores_the_heads_and_leaves_the_rest_to_the_next_request(pl
     engine.scheduler.reported(engine.workers[0].take_report())
     for _ in range(10):
         engine.step({request: 0})
-    assert settled(plane) == 2
+    assert blocks(plane) == 2
     for number in range(10):
         engine.run(f"s {number}", "p", 6 * TOKENS, first_block=20)
-    until(lambda: settled(plane) == 6, "the rest")
+    until(lambda: blocks(plane) == 6, "the rest")
     hog.close()
 
 

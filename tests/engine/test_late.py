@@ -13,9 +13,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from kvtier.integrity import check_integrity
 from late_paging import LatePaging
-from simulated import TOKENS, Request
+from simulated import TOKENS, Request, blocks, end_session, leased
 from support import until
 
 pytestmark = pytest.mark.vllm
@@ -39,15 +38,6 @@ def finish(engine):
         received += engine.carry_out(engine.plan({}), {})[1]
     assert not engine.scheduler.busy
     return [each for group in received for each in group]
-
-
-def blocks(plane):
-    plane.do(check_integrity, plane.cache)
-    return plane.do(plane.cache.tiers)[0].blocks
-
-
-def leased(plane):
-    return sum(session.leased_blocks for session in plane.do(plane.cache.sessions))
 
 
 def test_stores_are_committed_when_they_are_over_even_without_requests(plane, late):
@@ -222,12 +212,7 @@ def test_a_lost_session_frees_nothing_that_is_still_being_copied(plane, late):
     request = Request("r", tokens=4 * TOKENS)
     engine.admit(request)
     engine.step({request: 4 * TOKENS})
-    number = engine.scheduler_client.meet().session
-    plane.do(
-        lambda: [
-            each.close("error") for each in list(plane.plane.open) if each._session.number == number
-        ]
-    )
+    end_session(plane, engine.scheduler_client)
     assert engine.scheduler_client.lookup(request.block_hashes[0], 0) is None
     until(lambda: engine.scheduler_client.meet() is not None, "the new session")
     engine.plan({})

@@ -8,26 +8,10 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from kvtier.core import StoreOutcome
-from kvtier.integrity import check_integrity
-from simulated import TOKENS, Request
+from simulated import TOKENS, Request, blocks, end_session, leased, lose
 from support import until
 
 pytestmark = pytest.mark.vllm
-
-
-def lose(worker, slot):
-    """Let a rank not find one slot."""
-    take = worker._slabs.shard
-    worker._slabs.shard = lambda asked: None if asked == slot else take(asked)
-
-
-def leased(plane):
-    return sum(session.leased_blocks for session in plane.do(plane.cache.sessions))
-
-
-def blocks(plane):
-    plane.do(check_integrity, plane.cache)
-    return plane.do(plane.cache.tiers)[0].blocks
 
 
 def test_a_lookup_asked_again_keeps_its_lease_when_the_first_one_ends(plane, engines):
@@ -182,12 +166,7 @@ def test_a_reset_without_a_server_is_made_up_for_before_anything_hits(planes, en
     client.reset = lambda: None
     assert engine.scheduler.reset() is True
     client.reset = reset
-    number = client.meet().session
-    plane.do(
-        lambda: [
-            each.close("error") for each in list(plane.plane.open) if each._session.number == number
-        ]
-    )
+    end_session(plane, client)
     until(lambda: client.lookup(b"k" * 32, 0) is None, "the loss of the session")
     assert engine.scheduler.matched_tokens(Request("s"), 0) == 0
     until(lambda: client.meet() is not None, "the new session")

@@ -48,6 +48,8 @@ class Completion:
     """The tokens of each of `n` samples; `tokens` are those of the first."""
     prompt_logprobs: list[list[list[float]]] = field(default_factory=list)
     """For each prompt token after the first: pairs of token and log probability."""
+    transfer: dict[str, object] | None = None
+    """`kv_transfer_params` of the answer."""
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,7 @@ def _answer(output):
         "prompt_tokens": len(output.prompt_token_ids or ()),
         "cached": output.num_cached_tokens or 0,
         "finish": output.outputs[0].finish_reason,
+        "transfer": output.kv_transfer_params,
         "prompt_logprobs": [
             [[token, each.logprob] for token, each in place.items()]
             for place in output.prompt_logprobs or ()

@@ -233,3 +233,38 @@ def test_a_prefix_in_no_tier_is_stored_once(convoy, engine, server):
     assert engine.counters()["stored_blocks"] - before["stored_blocks"] == PREFIX
     holds(server, PREFIX)
     no_leaks(server, engine)
+
+
+# What a request asks for.
+
+
+def controlled(tokens, **controls):
+    extra = {"kv_transfer_params": {"kvtier": controls}}
+    return Ask(tokens, sampling={"max_tokens": DECODE, "extra_args": extra})
+
+
+def test_a_request_that_declines_is_neither_stored_nor_loaded(engine, server, plain):
+    asked = prompt(900, 4 * BLOCK + 3)
+    cold = plain.complete(asked, DECODE)
+    engine.forget_all()
+    [silent] = engine.generate([controlled(asked, store=False)])
+    assert silent.tokens == cold.tokens
+    assert host_blocks(server) == 0
+    engine.forget()
+    engine.complete(asked, DECODE)
+    engine.forget()
+    [alone] = engine.generate([controlled(asked, load=False)])
+    assert (alone.tokens, alone.cached) == (cold.tokens, 0)
+    no_leaks(server, engine)
+
+
+def test_a_request_with_an_unknown_control_is_answered_and_told_so(engine, server, plain):
+    asked = prompt(910, 4 * BLOCK + 3)
+    cold = plain.complete(asked, DECODE)
+    engine.forget_all()
+    [answer] = engine.generate([controlled(asked, stor=False)])
+    assert answer.tokens == cold.tokens
+    assert "stor" in answer.transfer["kvtier"]["error"]
+    assert host_blocks(server) == 0
+    assert engine.generate([controlled(asked)])[0].transfer is None
+    no_leaks(server, engine)
