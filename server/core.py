@@ -91,6 +91,8 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
+    REDIS = "redis"
 
 
 class Role(StrEnum):

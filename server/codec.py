@@ -1,0 +1,133 @@
+"""The record: one block as a lower tier keeps it, describing and proving itself.
+
+A header says what the payload is and what its checksum must be; the header has a checksum of its
+own. `docs/formats.md` has it byte by byte. A record that does not match is never used: it is
+corrupt, or of a version that this build does not read.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from .core import KEY_BYTES, PAGE_BYTES, BlockKey
+from .errors import KVTierError
+
+MAGIC = b"kvtier\r\n"
+"""Does not survive a copy that changes line ends."""
+RECORD_VERSION = 1
+HEADER_BYTES = 152
+"""Bytes of a header that mean something."""
+HEADER_PAGE_BYTES = PAGE_BYTES
+"""Bytes of a header in a file: the payload after it starts at a multiple of a page."""
+
+_FIELDS = struct.Struct("<8sHBxIQQ32s32s32s")
+_CHECKSUM = struct.Struct("<16s8s")
+assert _FIELDS.size + _CHECKSUM.size == HEADER_BYTES, "the layout that the formats page has"
+
+
+class RecordError(KVTierError):
+    """A record is corrupt, another block's, or of a version that this build does not read."""
+
+
+class Codec(IntEnum):
+    """How a payload is stored. The number stands in the header."""
+
+    RAW = 0
+    SHUFFLE_ZSTD = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a record says of itself. `namespace` is the digest's 32 bytes."""
+
+    namespace: bytes
+    key: BlockKey
+    parent: BlockKey
+    """Empty at the head of a chain."""
+    codec: Codec
+    payload_bytes: int
+    """Bytes of the block: those of a slot."""
+    stored_bytes: int
+    """Bytes of the payload as it is stored, without padding."""
+    checksum: bytes
+    """xxh3-128 of the stored bytes."""
+
+
+def checksum(stored: memoryview) -> bytes:
+    """Return the 16 bytes that a header holds for a stored payload."""
+    return xxhash.xxh3_128_digest(stored)
+
+
+def seal(
+    namespace: bytes,
+    key: BlockKey,
+    parent: BlockKey,
+    stored: memoryview,
+    codec: Codec = Codec.RAW,
+    payload_bytes: int | None = None,
+) -> Header:
+    """Return the header of a payload as it is stored."""
+    size = len(stored) if payload_bytes is None else payload_bytes
+    return Header(namespace, key, parent, codec, size, len(stored), checksum(stored))
+
+
+def pack(header: Header) -> bytes:
+    """Return the `HEADER_BYTES` of a header."""
+    fields = _FIELDS.pack(
+        MAGIC,
+        RECORD_VERSION,
+        header.codec,
+        HEADER_BYTES,
+        header.payload_bytes,
+        header.stored_bytes,
+        header.namespace,
+        header.key,
+        header.parent or bytes(KEY_BYTES),
+    )
+    body = fields + header.checksum
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def unpack(page: bytes | memoryview) -> Header:
+    """Return the header at the beginning of `page`. Raises RecordError."""
+    raw = bytes(page[:HEADER_BYTES])
+    if len(raw) < HEADER_BYTES:
+        raise RecordError(f"a header of {len(raw)} bytes is cut short")
+    magic, version, codec, size, payload_bytes, stored_bytes, namespace, key, parent = (
+        _FIELDS.unpack_from(raw)
+    )
+    if magic != MAGIC:
+        raise RecordError("this is no record of kvtier")
+    if version != RECORD_VERSION:
+        raise RecordError(
+            f"the record has version {version}, and this build reads {RECORD_VERSION}"
+        )
+    payload_checksum, own = _CHECKSUM.unpack_from(raw, _FIELDS.size)
+    if size != HEADER_BYTES or own != xxhash.xxh3_64_digest(raw[: -len(own)]):
+        raise RecordError("the header's own checksum does not match")
+    try:
+        how = Codec(codec)
+    except ValueError:
+        raise RecordError(f"this build knows no codec {codec}") from None
+    above = b"" if parent == bytes(KEY_BYTES) else parent
+    return Header(namespace, key, above, how, payload_bytes, stored_bytes, payload_checksum)
+
+
+def expect(header: Header, namespace: bytes, key: BlockKey, payload_bytes: int) -> None:
+    """Raise RecordError unless the header is this block's, of this size."""
+    if header.namespace != namespace or header.key != key:
+        raise RecordError("the record is another block's")
+    if header.payload_bytes != payload_bytes:
+        raise RecordError(f"a payload of {header.payload_bytes} bytes, expected {payload_bytes}")
+    if not 0 < header.stored_bytes <= payload_bytes:
+        raise RecordError(f"{header.stored_bytes} stored bytes for a payload of {payload_bytes}")
+
+
+def verify(header: Header, stored: memoryview) -> None:
+    """Raise RecordError unless these are the bytes that the header was made for."""
+    if len(stored) != header.stored_bytes or checksum(stored) != header.checksum:
+        raise RecordError("the payload's checksum does not match")

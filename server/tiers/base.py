@@ -1,0 +1,148 @@
+"""The contract of a lower tier (L2): where records of blocks lie outside the server's memory.
+
+A store of records does I/O and nothing else. It blocks, and is called by the threads of its pool,
+several at once. What is in it, what it may hold and what goes is decided on the event loop
+(`lower.py`), which posts reads and writes and takes their results. Nothing here waits without
+limit where the medium has a way to say so.
+
+Errors of files and connections are mapped once, here: what a call means for one block is an
+outcome, what it means for the whole tier is a `TierFault`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from ..core import BlockKey, Tier
+from ..errors import KVTierError
+
+
+class Fault(StrEnum):
+    """Why a whole tier could not do what it was asked for."""
+
+    FULL = "full"
+    """No room: a full file system or quota, or Redis at its maxmemory. Reads may go on."""
+    READ_ONLY = "read_only"
+    TIMEOUT = "timeout"
+    UNREACHABLE = "unreachable"
+    """No connection, no such directory, or no access."""
+    IO = "io"
+    """Anything else that the medium said."""
+
+
+class TierFault(KVTierError):
+    """The tier failed, not one block. The text names the tier and the fix, never a secret."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class ReadOutcome(StrEnum):
+    """What became of reading one block."""
+
+    READ = "read"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    """Torn, altered, another block's or of an unknown version. The record has been dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A namespace as a store needs it."""
+
+    digest: str
+    """64 hex digits."""
+    payload_bytes: int
+    """Bytes of a block: those of a slot."""
+    manifest: str
+    """The manifest as JSON, for people who look at the store."""
+
+    @property
+    def raw(self) -> bytes:
+        """Return the digest as a header holds it."""
+        return bytes.fromhex(self.digest)
+
+
+class Held(NamedTuple):
+    """A record that a scan came upon."""
+
+    key: BlockKey
+    record_bytes: int
+    """What it takes of the medium."""
+    used: float
+    """When it was last read or written, in seconds of the medium's clock."""
+
+
+class Listing(NamedTuple):
+    """All records of one namespace whose keys begin with one byte."""
+
+    namespace: str
+    first: int
+    """That byte."""
+    records: list[Held]
+    overhead_bytes: int
+    """What holding them takes of the medium beside the records: a directory, for example."""
+
+
+class Written(NamedTuple):
+    """What a write took of the medium."""
+
+    record_bytes: int
+    overhead_bytes: int
+    """Taken for good, and not for this record alone: a new directory, for example."""
+
+
+class RecordStore(ABC):
+    """One medium that keeps records. All calls block; all but `open` may overlap."""
+
+    tier: Tier
+
+    @abstractmethod
+    def open(self) -> None:
+        """Get ready, or ready again after a fault. Raises TierFault."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[Listing]:
+        """Yield what is there; what did not change since the last whole scan may be left out.
+
+        Cleans up what a crash left behind. Yields nothing where the medium is not this server's
+        to list. Raises TierFault.
+        """
+
+    @abstractmethod
+    def find(self, space: Space, keys: Sequence[BlockKey]) -> int:
+        """Return how many of `keys`, from the first on, are there without a gap.
+
+        One round trip to the medium, or one to each node of a cluster. Raises TierFault.
+        """
+
+    @abstractmethod
+    def read(self, space: Space, key: BlockKey, into: memoryview) -> ReadOutcome:
+        """Read a block into `into` (`payload_bytes`, page-aligned) and verify it.
+
+        On another outcome than READ the bytes in `into` mean nothing. Raises TierFault.
+        """
+
+    @abstractmethod
+    def write(self, space: Space, key: BlockKey, parent: BlockKey, payload: memoryview) -> Written:
+        """Write a block; it is there as a whole or not at all. Raises TierFault.
+
+        Writing what is there already replaces it.
+        """
+
+    @abstractmethod
+    def drop(self, namespace: str, keys: Sequence[BlockKey]) -> None:
+        """Remove records; one that is not there counts as removed. Raises TierFault."""
+
+    @abstractmethod
+    def wipe(self, namespace: str) -> None:
+        """Remove every record of a namespace, whoever wrote it. Raises TierFault."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of descriptors and connections. Raises nothing."""
