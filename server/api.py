@@ -21,6 +21,7 @@ from .config import EffectiveSettings, Settings
 from .core import NamespaceReading, SessionReading, TenantReading, TierReading
 from .hierarchy import Hierarchy
 from .metrics import Metrics
+from .readings import Readings
 from .stats import Stats, read_stats
 
 PROBLEM_MEDIA_TYPE = "application/problem+json"
@@ -53,12 +54,13 @@ def build_app(
         responses={"default": {"model": Problem, "description": "A problem document."}},
     )
     _add_health(app, ready)
-    _add_readings(app, hierarchy, ready)
+    readings = Readings(hierarchy)
+    _add_readings(app, readings, ready)
 
     @app.get("/metrics", response_class=Response)
     async def metrics_text() -> Response:
         """All metrics in Prometheus's text format."""
-        hierarchy.refresh_metrics()
+        readings.refresh_metrics()
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/v1/config")
@@ -86,40 +88,40 @@ def _add_health(app: FastAPI, ready: Callable[[], bool]) -> None:
         return Health()
 
 
-def _add_readings(app: FastAPI, hierarchy: Hierarchy, ready: Callable[[], bool]) -> None:
+def _add_readings(app: FastAPI, readings: Readings, ready: Callable[[], bool]) -> None:
     @app.get("/v1/stats")
     async def stats() -> Stats:
         """Totals since the start: lookups, tokens asked and served by tier, stores by outcome."""
-        return read_stats(hierarchy, ready=ready())
+        return read_stats(readings, ready=ready())
 
     @app.get("/v1/tiers")
     async def tiers() -> list[TierReading]:
         """State of all tiers of this server."""
-        return hierarchy.tiers()
+        return readings.tiers()
 
     @app.get("/v1/tiers/{tier}")
     async def one_tier(tier: Annotated[str, Path(description="Name of a tier.")]) -> TierReading:
         """State of one tier."""
-        readings = {reading.tier.value: reading for reading in hierarchy.tiers()}
-        if tier not in readings:
-            known = ", ".join(readings)
-            raise HTTPException(404, f'There is no tier "{tier}" here; there is: {known}.')
-        return readings[tier]
+        known = {reading.tier.value: reading for reading in readings.tiers()}
+        if tier not in known:
+            names = ", ".join(known)
+            raise HTTPException(404, f'There is no tier "{tier}" here; there is: {names}.')
+        return known[tier]
 
     @app.get("/v1/sessions")
     async def sessions() -> list[SessionReading]:
         """Open data-plane sessions: the halves of the engines that are connected."""
-        return hierarchy.sessions()
+        return readings.sessions()
 
     @app.get("/v1/namespaces")
     async def namespaces() -> list[NamespaceReading]:
         """Namespaces with their manifests: engines share blocks only inside one."""
-        return hierarchy.namespaces()
+        return readings.namespaces()
 
     @app.get("/v1/tenants")
     async def tenants() -> list[TenantReading]:
         """Totals of each tenant since the start; those beyond a thousand count as one, `other`."""
-        return hierarchy.tenants()
+        return readings.tenants()
 
 
 def _problem(

@@ -106,6 +106,15 @@ class Client:
         """Ask for a prefix; see `protocol.Lookup`. The answer's `seq` is the lease's number."""
         return self._call(wire.Lookup(next(self._seq), keys, start, tenant), wire.Found)
 
+    def answer(self, lease: int) -> wire.Found | None:
+        """Return what became of a lookup that had to wait, without waiting; None if not yet.
+
+        Whoever gives up on a lookup must ask once more, or its answer is kept.
+        """
+        if (link := self._drained()) is None:
+            return None
+        return link.found.pop(lease, None)
+
     def step(self, step: wire.Step) -> wire.Granted | None:
         """Send a step and wait for the slots that it needs."""
         step.seq = next(self._seq)
@@ -239,6 +248,8 @@ class Link:
 
     def __init__(self, path: Path, hello: wire.Hello, deadline: float) -> None:
         self.granted: list[int] = []
+        self.found: dict[int, wire.Found] = {}
+        """Second answers to lookups, by lease, until somebody asks for them."""
         self.changed: list[wire.Changed] = []
         self.descriptors: collections.deque[int] = collections.deque()
         self._reader = wire.FrameReader()
@@ -302,6 +313,8 @@ class Link:
         match reply:
             case wire.Granted():
                 self.granted += reply.slots
+            case wire.Found():
+                self.found[reply.seq] = reply
             case wire.Changed():
                 self.changed.append(reply)
             case _:

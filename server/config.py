@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import difflib
 import grp
-import ipaddress
 import os
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -27,56 +32,33 @@ from pydantic_settings import (
 )
 
 from .errors import SettingsError
-from .policies import POLICIES
-from .sizes import format_size, machine_memory, parse_size, shown
+from .sections import (
+    DiskSettings,
+    HostSettings,
+    HttpSettings,
+    LoadSettings,
+    LogSettings,
+    Part,
+    RedisSettings,
+    Scalar,
+    Section,
+    known_group,
+    not_one_of,
+    number,
+    socket_path,
+)
+from .sizes import format_size, machine_memory, shown
 
 PREFIX = "KVTIER_"
 NESTING = "__"
 
-Scalar: TypeAlias = str | int | float | None
-Section: TypeAlias = dict[str, Scalar]
 EffectiveSettings: TypeAlias = dict[str, Scalar | Section]
 
 
-def _number(value: object) -> object:
-    """YAML's `yes` and `true` are numbers to pydantic, but nobody means port 1 by them."""
-    if isinstance(value, bool):
-        raise ValueError(f"{shown(value)} is not a number")
-    return value
-
-
-def _known_policy(name: str) -> str:
-    if name not in POLICIES:
-        raise ValueError(_not_one_of(name, POLICIES))
-    return name
-
-
-def _known_group(name: str | None) -> str | None:
-    if name is not None:
-        try:
-            grp.getgrnam(name)
-        except KeyError:
-            raise ValueError(f'there is no group "{name}" here: name one of /etc/group') from None
-    return name
-
-
-def _loopback(host: str) -> str:
-    try:
-        inside = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        inside = False
-    if not inside:
-        raise ValueError(
-            f'"{host}" is not a loopback address, and this version has no access token for '
-            f'others: write "127.0.0.1" and put a proxy with a login in front of it'
-        )
-    return host
-
-
-def _socket_path(value: object) -> Path:
-    if not isinstance(value, str | Path) or not str(value).strip():
-        raise ValueError(f"{shown(value)} is not a path, such as /run/kvtier/kvtier.sock")
-    return Path(value).expanduser().absolute()
+def default_blocks() -> Path:
+    """Return where `kvtier up` keeps blocks on disk unless a setting says otherwise."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "kvtier" / "blocks"
 
 
 def default_socket() -> Path:
@@ -86,104 +68,54 @@ def default_socket() -> Path:
     return folder / "kvtier.sock"
 
 
-Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
-Ratio: TypeAlias = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
-
-
-class HttpSettings(_Part):
-    """Where the control plane listens."""
-
-    host: Annotated[str, AfterValidator(_loopback)] = Field(
-        "127.0.0.1",
-        description="Default 127.0.0.1. Address of the HTTP control plane; loopback only. "
-        "Change it to ::1 where there is no IPv4.",
-    )
-    port: Annotated[int, BeforeValidator(_number), Field(ge=0, le=65535)] = Field(
-        9555,
-        description="Default 9555. TCP port of the HTTP control plane; 0 takes any free one. "
-        "Change it when another program has the port.",
-    )
-
-
-class HostSettings(_Part):
-    """The host tier (L1)."""
-
-    capacity: Size = Field(
-        4 * 2**30,
-        description="Default 4GiB. Bytes of host memory for blocks, in total: shared by all "
-        "engines and workers of this machine, and taken at start. Raise it to keep more prefixes; "
-        "leave room for the engines.",
-    )
-    policy: Annotated[str, AfterValidator(_known_policy)] = Field(
-        "lru",
-        description="Default lru. Names the blocks that leave first when the tier is full. "
-        f"One of: {', '.join(POLICIES)}.",
-    )
-    high_watermark: Ratio = Field(
-        0.98,
-        description="Default 0.98. Share of the capacity above which blocks are evicted. Lower it "
-        "when engines report stores without a slot (no_slot) in bursts.",
-    )
-    low_watermark: Ratio = Field(
-        0.95,
-        description="Default 0.95. Share of the capacity at which an eviction run stops. Lower it "
-        "for fewer, longer runs; it must stay below high_watermark.",
-    )
-    huge_pages: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Default auto. Whether slabs lie in huge pages: auto takes them where the "
-        "kernel has them, always refuses to start without, never does not ask. Change it to "
-        "always where huge pages are reserved for kvtier.",
-    )
-
-
-class LogSettings(_Part):
-    """What the server writes to stderr."""
-
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        "info",
-        description="Default info. Least severe level that is logged. Change it to debug to "
-        "follow sessions one by one.",
-    )
-
-
-class Settings(_Part):
+class Settings(Part):
     """All settings of one server. Immutable; `load_settings` makes it."""
 
-    socket: Annotated[Path, BeforeValidator(_socket_path)] = Field(
+    socket: Annotated[Path, BeforeValidator(socket_path)] = Field(
         default_factory=default_socket,
         description="Default $XDG_RUNTIME_DIR/kvtier/kvtier.sock, or /tmp/kvtier-<uid>/kvtier.sock "
         "without XDG_RUNTIME_DIR. Unix socket of the data plane (at most 107 bytes); engines name "
         "the same path. Change it to run two servers on one machine.",
     )
-    allow_group: Annotated[str | None, AfterValidator(_known_group)] = Field(
+    allow_group: Annotated[str | None, AfterValidator(known_group)] = Field(
         None,
         description="Default none: only processes of the same user may connect. Name of a group "
         "whose members may connect too. Set it when engines run as another user.",
     )
-    shutdown_seconds: Annotated[float, BeforeValidator(_number), Field(gt=0, le=300)] = Field(
+    shutdown_seconds: Annotated[float, BeforeValidator(number), Field(gt=0, le=300)] = Field(
         5.0,
         description="Default 5. Longest time from SIGTERM to the end of the process. Raise it "
         "when long stores should finish first.",
     )
     http: HttpSettings = HttpSettings()
     host: HostSettings = HostSettings()
+    disk: DiskSettings = DiskSettings()
+    redis: RedisSettings = RedisSettings()
+    loads: LoadSettings = LoadSettings()
     log: LogSettings = LogSettings()
 
     def effective(self) -> EffectiveSettings:
         """Return all settings as plain values, sizes with units: what a settings file holds."""
-        http, log = self.http.model_dump(), self.log.model_dump()
-        host = self.host.model_dump() | {"capacity": format_size(self.host.capacity)}
+        parts = {name: part.plain() for name, part in self if isinstance(part, Part)}
         flat: EffectiveSettings = {
             "socket": str(self.socket),
             "allow_group": self.allow_group,
             "shutdown_seconds": self.shutdown_seconds,
         }
-        return flat | {"http": http, "host": host, "log": log}
+        return flat | parts
+
+    def redis_password(self) -> str | None:
+        """Return the secret itself: for Redis alone. Blocks. Raises SettingsError."""
+        file = self.redis.password_file
+        if file is None:
+            return self.redis.password.get_secret_value() if self.redis.password else None
+        try:
+            return file.read_text("utf-8").rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(
+                f"redis.password_file ({file}) can't be read: {type(error).__name__}. Let this "
+                f"user read it."
+            ) from None
 
     def group_id(self) -> int | None:
         """Return the number of `allow_group`, or None where only the same user may connect."""
@@ -240,7 +172,11 @@ def load_settings(
 
 def _check_together(settings: Settings) -> None:
     """Raise SettingsError where values that are each valid do not go together."""
-    host = settings.host
+    host, redis = settings.host, settings.redis
+    if redis.password and redis.password_file:
+        raise SettingsError(
+            "redis.password and redis.password_file are both set: leave one of them out."
+        )
     if host.low_watermark >= host.high_watermark:
         raise SettingsError(
             f"host.low_watermark ({host.low_watermark}) must be below host.high_watermark "
@@ -342,6 +278,8 @@ def _sentence(error: ErrorDetails, given: Mapping[str, Scalar], file: Path | Non
     elif _variable(key) in os.environ:
         place = f" (in {_variable(key)})"
     context, value = error.get("ctx", {}), error["input"]
+    if key.endswith("password"):
+        value = "what it holds"  # Whatever it is, it is not for a log.
     match error["type"]:
         case "extra_forbidden":
             return (
@@ -350,7 +288,7 @@ def _sentence(error: ErrorDetails, given: Mapping[str, Scalar], file: Path | Non
         case "value_error":
             what = str(context["error"])
         case "literal_error":
-            what = _not_one_of(value, re.findall(r"'(\w+)'", str(context["expected"])))
+            what = not_one_of(value, re.findall(r"'(\w+)'", str(context["expected"])))
         case "model_type" | "dict_type" | "model_attributes_type":
             inner = [name for name in descriptions() if name.startswith(f"{key}.")]
             what = f"{shown(value)} stands where keys belong: {', '.join(inner)}"
@@ -361,14 +299,8 @@ def _sentence(error: ErrorDetails, given: Mapping[str, Scalar], file: Path | Non
 
 def _nearest(key: str) -> str:
     """Return the valid key nearest to `key`: one with the same last part, else by spelling."""
-    valid = [*descriptions(), "http", "host", "log"]
+    valid = [*descriptions(), *(name for name, part in Settings() if isinstance(part, Part))]
     last = key.rpartition(".")[2]
     close = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in valid], 1, 0.8)
     candidates = [name for name in valid if close and name.rpartition(".")[2] == close[0]] or valid
     return difflib.get_close_matches(key, candidates, 1, 0)[0]
-
-
-def _not_one_of(value: object, names: Iterable[str]) -> str:
-    names = list(names)
-    close = difflib.get_close_matches(str(value).lower(), names, 1, 0)
-    return f"{shown(value)} is not one of {', '.join(names)}; the nearest is {close[0]}"

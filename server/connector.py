@@ -110,6 +110,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._half.side.plan_step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        self._half.side.stepped()
         if connector_output.invalid_block_ids:
             self._half.side.distrust()
         if isinstance(report := connector_output.kv_connector_worker_meta, WorkerReport):

@@ -85,6 +85,10 @@ class Manifest:
         fields = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(fields.encode()).hexdigest()
 
+    def readable(self) -> str:
+        """Return all fields as JSON for a person."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, indent=2)
+
 
 class Tier(StrEnum):
     """One storage medium. An upper tier is faster."""
@@ -93,6 +97,10 @@ class Tier(StrEnum):
     HOST = "host"
     DISK = "disk"
     REDIS = "redis"
+
+
+LOWER_TIERS = (Tier.DISK, Tier.REDIS)
+"""L2, the faster first."""
 
 
 class Role(StrEnum):
@@ -113,6 +121,76 @@ class StoreOutcome(StrEnum):
     UNKNOWN_SLOT = "unknown_slot"
 
 
+class Fault(StrEnum):
+    """Why a whole tier could not do what it was asked for."""
+
+    FULL = "full"
+    """No room: a full file system or quota, or Redis at its maxmemory. Reads may go on."""
+    READ_ONLY = "read_only"
+    TIMEOUT = "timeout"
+    UNREACHABLE = "unreachable"
+    """No connection, no such directory, or no access."""
+    IO = "io"
+    """Anything else that the medium said."""
+
+
+class ReadOutcome(StrEnum):
+    """What became of reading one block."""
+
+    READ = "read"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    """Torn, altered, another block's or of an unknown version. The record has been dropped."""
+
+
+class WriteMode(StrEnum):
+    """When a lower tier gets its copy of a block."""
+
+    THROUGH = "through"
+    """When it is committed."""
+    ON_REUSE = "on_reuse"
+    """When it is used again."""
+    ON_EVICT = "on_evict"
+    """When it leaves the host tier for room."""
+
+
+class WriteOutcome(StrEnum):
+    """What became of one block that was to be written to a lower tier."""
+
+    WRITTEN = "written"
+    QUEUE_FULL = "queue_full"
+    """The medium is slower than what comes: back-pressure."""
+    DOWN = "down"
+    """The tier is left alone after failures."""
+    FULL = "full"
+    FAILED = "failed"
+
+
+class PromoteOutcome(StrEnum):
+    """What became of copying one block from a lower tier to the host tier."""
+
+    PROMOTED = "promoted"
+    DUPLICATE = "duplicate"
+    """An engine committed the block meanwhile."""
+    LOST = "lost"
+    """The tier could not give it after all."""
+    NO_SLOT = "no_slot"
+    DISCARDED = "discarded"
+    """The namespace was reset meanwhile."""
+
+
+class WaitOutcome(StrEnum):
+    """How a lookup ended that waited for lower tiers."""
+
+    COMPLETE = "complete"
+    SHORTER = "shorter"
+    """Some blocks did not come after all."""
+    OVERDUE = "overdue"
+    """The time for waiting was over first."""
+    ABANDONED = "abandoned"
+    """The engine did not want it any more."""
+
+
 class EvictReason(StrEnum):
     """Why a committed block left a tier."""
 
@@ -129,6 +207,8 @@ class SlotState(StrEnum):
     FREE = "free"
     COMMITTED = "committed"
     RESERVED = "reserved"
+    PROMOTING = "promoting"
+    """A lower tier's block is being read into it."""
     LIMBO = "limbo"
     """Promised to, or leased by, a session that was lost while its engine may still copy."""
 
@@ -156,6 +236,34 @@ def unpack_slot(packed: int) -> SlotRef:
 
 
 @dataclass(frozen=True, slots=True)
+class HostDetails:
+    """What only the host tier has."""
+
+    slots: dict[SlotState, int]
+    high_watermark: float
+    low_watermark: float
+    huge_pages: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LowerDetails:
+    """What only a lower tier has."""
+
+    up: bool
+    """Whether it is asked now; it is left alone while it fails."""
+    write_mode: WriteMode
+    breaker: str
+    scanned: bool
+    """Whether all that it held at the start is known by now."""
+    queued_read_bytes: int
+    queued_write_bytes: int
+    read_bandwidth: float | None
+    """Bytes a second, as measured lately."""
+    latency: float | None
+    """Seconds for a question without payload, as measured lately."""
+
+
+@dataclass(frozen=True, slots=True)
 class TierReading:
     """State of one tier at one moment. Sizes in bytes."""
 
@@ -164,11 +272,9 @@ class TierReading:
     capacity_bytes: int
     used_bytes: int
     blocks: int
-    slots: dict[SlotState, int]
-    high_watermark: float
-    low_watermark: float
     evictions: int
-    huge_pages: bool
+    host: HostDetails | None = None
+    lower: LowerDetails | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,43 +305,29 @@ class SessionReading:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantReading:
-    """Totals of one tenant since the start; `tenant` is empty for requests that name none.
+class TierTraffic:
+    """Prompt tokens in whole blocks: what a tier was asked for since the start, and served.
 
-    Tokens are counted as in `Traffic`.
+    Only blocks that a prompt could have reused count. A tier was asked for what the tiers above it
+    did not hold; the device was asked for everything.
     """
 
-    tenant: str
-    lookups: int
-    device_tokens_asked: int
-    device_tokens_hit: int
-    host_tokens_asked: int
-    host_tokens_hit: int
-    stored_blocks: int
+    tier: Tier
+    tokens_asked: int
+    tokens_hit: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Served over asked; 0.0 when nothing was asked."""
+        return self.tokens_hit / self.tokens_asked if self.tokens_asked else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """Totals since the start. Tokens count only whole blocks that a prompt could have reused.
+class TenantReading:
+    """Totals of one tenant since the start; `tenant` is empty for requests that name none."""
 
-    `asked` is what came to the tier, `hits` what it served: `device` was asked for everything,
-    `host` for what `device` did not hold.
-    """
-
+    tenant: str
     lookups: int
-    device_tokens_asked: int
-    device_tokens_hit: int
-    host_tokens_asked: int
-    host_tokens_hit: int
-    stores: dict[StoreOutcome, int]
-
-    @property
-    def host_hit_ratio(self) -> float:
-        """Token hit ratio over what was asked of the host tier; 0.0 when nothing was asked."""
-        return self.host_tokens_hit / self.host_tokens_asked if self.host_tokens_asked else 0.0
-
-    @property
-    def total_hit_ratio(self) -> float:
-        """Token hit ratio of all tiers over all prompt tokens; 0.0 when there were none."""
-        hits = self.device_tokens_hit + self.host_tokens_hit
-        return hits / self.device_tokens_asked if self.device_tokens_asked else 0.0
+    traffic: list[TierTraffic]
+    """Upper tiers first."""
+    stored_blocks: int

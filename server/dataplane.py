@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from . import protocol as wire
@@ -24,6 +25,7 @@ from .errors import HelloRefused, ProtocolError
 from .hierarchy import Hierarchy
 from .listening import caller, claim, listen, may_connect, unclaim
 from .metrics import OPERATIONS, Metrics
+from .promotion import Answer
 from .sessions import Session
 
 log = logging.getLogger("kvtier.dataplane")
@@ -231,12 +233,18 @@ class _Connection:
         keys = wire.split_keys(frame.keys)
         if frame.start > len(keys):
             raise ProtocolError("malformed", f"a lookup from {frame.start} of {len(keys)} blocks")
-        if frame.seq in session.leases:
-            raise ProtocolError("malformed", f"lease {frame.seq} has not ended yet")
         hierarchy = self._plane.hierarchy
-        slots, absent = hierarchy.lookup(session, frame.seq, keys, frame.start, frame.tenant)
-        self._send(wire.Found(frame.seq, slots, absent))
+        if hierarchy.leased(session, frame.seq):
+            raise ProtocolError("malformed", f"lease {frame.seq} has not ended yet")
+        done = partial(self._found, frame.seq)
+        ready = hierarchy.lookup(session, frame.seq, keys, frame.start, frame.tenant, done)
+        self._send(wire.Found(frame.seq, ready.slots, ready.absent, ready.within))
         hierarchy.record_use()
+
+    def _found(self, lease: int, answer: Answer) -> None:
+        """Tell the engine what became of a lookup that waited."""
+        slots, disk, redis = answer
+        self._send(wire.Found(lease, slots, disk=disk, redis=redis))
 
     def _step(self, session: Session, frame: wire.Step) -> None:
         hierarchy = self._plane.hierarchy
@@ -254,6 +262,8 @@ class _Connection:
             hierarchy.touch(session, wire.split_keys(touched))
         for asked in frame.asked:
             hierarchy.count(session, asked)
+        if frame.prefill_tokens:
+            session.engine.computed(frame.prefill_tokens, frame.prefill_seconds)
         if frame.settled:
             hierarchy.settle(session)
         if frame.seq:

@@ -11,6 +11,7 @@ from itertools import islice
 
 from .changes import KEYS_AT_ONCE, ChangeLog, Placed
 from .core import SLOT_INDEX_BITS, SLOT_INDEX_MASK, BlockKey, Manifest
+from .tiers.base import Space
 from .tiers.host import Pool
 
 NO_SLOT = -1
@@ -23,13 +24,15 @@ class Block:
     not have been there at all: see `Namespace.anchors`.
     """
 
-    __slots__ = ("children", "key", "leases", "parent", "slot")
+    __slots__ = ("children", "key", "leases", "parent", "slot", "uses")
 
     def __init__(self, key: BlockKey, parent: Block | None, slot: int) -> None:
         self.key = key
         self.parent = parent
         self.slot = slot
         self.leases = 0
+        self.uses = 1
+        """Requests that used it, as far as a lower tier wants to know."""
         self.children = 0
         """Visible blocks that continue this one, as far as they are counted here."""
 
@@ -38,8 +41,8 @@ class Namespace:
     """The blocks of engines that may share, and the pool that holds their bytes."""
 
     __slots__ = (
-        "anchors", "blocks", "by_slab", "changes", "digest", "doomed", "manifest", "pool",
-        "sessions",
+        "anchors", "blocks", "by_slab", "changes", "digest", "doomed", "leaving",
+        "manifest", "pool", "records", "sessions",
     )  # fmt: skip
 
     def __init__(self, manifest: Manifest, pool: Pool) -> None:
@@ -57,6 +60,9 @@ class Namespace:
         """What lies in each slot of each slab, so that one slab can be emptied."""
         self.doomed: set[Block] = set()
         """Dropped while leased: invisible to lookups, and gone with the last lease."""
+        self.leaving = 0
+        """Visible blocks that go as soon as a lower tier has them."""
+        self.records = Space(self.digest, manifest.slot_bytes, manifest.readable())
         self.sessions = 0
         self.changes = ChangeLog(self._pieces)
 

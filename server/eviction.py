@@ -7,7 +7,7 @@ any of one's own, that slab is emptied and moves. Runs on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .core import SLOT_INDEX_BITS, EvictReason, Tier
 from .directory import Block, Directory, Namespace
@@ -27,7 +27,9 @@ class Evictor:
 
     def __init__(self, host: HostTier, directory: Directory, metrics: Metrics) -> None:
         self.evictions = 0
-        self._host = host
+        self.host = host
+        self.demote: Callable[[Namespace, Block], bool] = _goes_at_once
+        """Whether a block that is to leave stays for now, because a lower tier gets it first."""
         self._directory = directory
         self._tick = 0
         self._counted = {
@@ -40,14 +42,14 @@ class Evictor:
         `wanted` is how many slots are needed in a row, so that eviction happens once for all.
         """
         pool = space.pool
-        while not pool.free and not self._host.grow(pool):
+        while not pool.free and not self.host.grow(pool):
             if not self._take_over_slab(space) and not self._evict(space, wanted):
                 return None
-        return self._host.take(pool)
+        return self.host.take(pool)
 
     def spare(self, pool: Pool) -> int:
         """Return how many free slots can be taken without passing the high watermark."""
-        return self._spare(pool, self._host.options.high_watermark)
+        return self._spare(pool, self.host.options.high_watermark)
 
     def evict_ahead(self, space: Namespace) -> None:
         """Evict from the high watermark down to the low one, a bounded number at a time."""
@@ -55,9 +57,9 @@ class Evictor:
         if self.spare(pool) < 0:
             pool.draining = True
         if pool.draining:
-            short = -self._spare(pool, self._host.options.low_watermark)
-            evicted = self._evict(space, min(short, EVICTIONS_AHEAD))
-            pool.draining = 0 < evicted < short
+            short = -self._spare(pool, self.host.options.low_watermark) - space.leaving
+            gone = self._evict(space, min(short, EVICTIONS_AHEAD), self.demote)
+            pool.draining = 0 < gone < short
 
     def drop(self, space: Namespace, block: Block, reason: EvictReason) -> None:
         """Make a block invisible; its slot is free at once, or when its last lease ends."""
@@ -71,7 +73,7 @@ class Evictor:
         if block.leases:
             space.doomed.add(block)
         else:
-            self._host.give_back(space.pool, block.slot)
+            self.host.give_back(space.pool, block.slot)
 
     def unlease(self, space: Namespace, blocks: Iterable[Block]) -> None:
         """End one lease of each block."""
@@ -80,7 +82,7 @@ class Evictor:
             assert block.leases >= 0, "a lease is released once"
             if not block.leases and space.doomed and block in space.doomed:
                 space.doomed.discard(block)
-                self._host.give_back(space.pool, block.slot)
+                self.host.give_back(space.pool, block.slot)
 
     def use(self, pool: Pool, slots: Iterable[int]) -> None:
         """Record that blocks in these slots were used, for the choice of a slab to move."""
@@ -90,19 +92,28 @@ class Evictor:
                 owned.last_used = self._tick
 
     def _spare(self, pool: Pool, watermark: float) -> int:
-        growable = self._host.growable(pool)
+        growable = self.host.growable(pool)
         kept_free = int((pool.total + growable) * (1.0 - watermark) + ROUNDING)
         return len(pool.free) + growable - kept_free
 
-    def _evict(self, space: Namespace, count: int) -> int:
-        """Evict up to `count` blocks, coldest first. Returns how many there were."""
+    def _evict(
+        self,
+        space: Namespace,
+        count: int,
+        demote: Callable[[Namespace, Block], bool] | None = None,
+    ) -> int:
+        """Evict up to `count` blocks, coldest first. Returns how many there were.
+
+        Those that `demote` keeps for now are among them.
+        """
         evicted = 0
         if count > 0:
             for key in space.pool.policy.victims():
                 block = space.blocks[key]
                 if block.leases or space.continued(block):
                     continue
-                self.drop(space, block, EvictReason.CAPACITY)
+                if demote is None or not demote(space, block):
+                    self.drop(space, block, EvictReason.CAPACITY)
                 evicted += 1
                 if evicted == count:
                     break
@@ -119,7 +130,7 @@ class Evictor:
                 for block in blocks:
                     self.drop(other, block, EvictReason.SLAB_MOVE)
                 other.leave_slab(number)
-                self._host.shrink(other.pool, number)
+                self.host.shrink(other.pool, number)
                 return True
         return False
 
@@ -133,3 +144,8 @@ class Evictor:
             if owned.slab.size >= space.pool.slot_bytes
         ]
         return sorted(slabs, key=lambda found: found[2].last_used)
+
+
+def _goes_at_once(space: Namespace, block: Block) -> bool:  # noqa: ARG001
+    """Nothing lies below the host tier."""
+    return False

@@ -10,23 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from .core import (
-    BlockKey,
-    EvictReason,
-    Manifest,
-    NamespaceReading,
-    Role,
-    SessionReading,
-    SlotState,
-    StoreOutcome,
-    TenantReading,
-    Tier,
-    TierReading,
-    Traffic,
-)
-from .directory import Directory, Namespace
+from .cascade import Cascade
+from .core import BlockKey, EvictReason, Manifest, Role, StoreOutcome
+from .directory import Block, Directory, Namespace
 from .eviction import Evictor
+from .lower import LowerTier
 from .metrics import Metrics
+from .promotion import Answer, Promotions, Timer
 from .sessions import Engine, Limbo, Session
 from .tenants import NOBODY, Asked, Tenants
 from .tiers.host import HostTier
@@ -40,23 +30,48 @@ class _Use(NamedTuple):
 
     space: Namespace
     keys: Sequence[BlockKey]
-    slots: list[int]
+    blocks: list[Block]
     tenant: str
 
 
-class Hierarchy:
-    """The cache. `clock` gives seconds, for ages only."""
+class Ready(NamedTuple):
+    """What a lookup found at once."""
 
-    def __init__(self, host: HostTier, metrics: Metrics, clock: Callable[[], float]) -> None:
+    slots: list[int]
+    """Packed slots of the leased blocks; empty while the lookup waits."""
+    absent: list[int]
+    """Positions before the start that the host tier does not hold."""
+    within: float
+    """Seconds within which the rest is answered, as lower tiers have more; 0.0 for never."""
+
+
+class Hierarchy:
+    """The cache. `clock` gives seconds; `later` makes calls for lookups that wait.
+
+    `lowers` are the tiers below the host tier, the faster first.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        lowers: Sequence[LowerTier] = (),
+        later: Callable[[float, Callable[[], None]], Timer] | None = None,
+    ) -> None:
+        assert later is not None or not lowers, "a lookup waits for a lower tier"
         self.host = host
+        self.lowers = lowers
         self.directory = Directory()
         self.engines: dict[str, Engine] = {}
-        self._metrics = metrics
-        self._clock = clock
-        self._evictor = Evictor(host, self.directory, metrics)
+        self.metrics = metrics
+        self.clock = clock
+        self.evictor = Evictor(host, self.directory, metrics)
+        self.promotions = Promotions(host, self.evictor, lowers, metrics, clock, later or _never)
+        self.cascade = Cascade(self.evictor, lowers)
+        self.tenants = Tenants()
+        self.stores = dict.fromkeys(StoreOutcome, 0)
         self._sessions_opened = 0
-        self._tenants = Tenants()
-        self._stores = dict.fromkeys(StoreOutcome, 0)
         self._late: _Use | None = None
 
     # Sessions.
@@ -69,13 +84,14 @@ class Hierarchy:
         if (home := self.engines.get(engine)) is None:
             home = self.engines[engine] = Engine(engine, released=self._sessions_opened)
         self._sessions_opened += 1
-        session = Session(self._sessions_opened, role, home, rank, pid, space, self._clock())
+        session = Session(self._sessions_opened, role, home, rank, pid, space, self.clock())
         home.sessions[session.number] = session
         space.sessions += 1
         return session
 
     def close_session(self, session: Session) -> None:
         """End a session: its leases and reservations end, or wait in limbo for its workers."""
+        self.promotions.forget_session(session)
         engine = session.engine
         del engine.sessions[session.number]
         session.space.sessions -= 1
@@ -101,39 +117,54 @@ class Hierarchy:
         keys: Sequence[BlockKey],
         start: int,
         tenant: str = NOBODY,
-    ) -> tuple[list[int], list[int]]:
+        done: Callable[[Answer], None] | None = None,
+    ) -> Ready:
         """Lease the longest prefix of `keys` from `start` on, under a number that is not in use.
 
-        Returns the packed slots of the leased blocks, and the positions before `start` that the
-        host tier does not hold. There is no lease if there are no slots. Call `record_use` when
-        the answer is on its way; whatever could evict a block calls it first.
+        There is no lease if there are no slots. If lower tiers have more of it, nothing is answered
+        now, and `done` gets the answer; without `done`, lower tiers are left out. Call `record_use`
+        when the answer is on its way; whatever could evict a block calls it first.
         """
-        assert lease not in session.leases, "a lease's number is used once"
+        assert not self.leased(session, lease), "a lease's number is used once"
         self.record_use()
         space = session.space
         found = space.prefix(keys, start)
-        slots = []
         for block in found:
             block.leases += 1
-            slots.append(block.slot)
         if found:
             session.leases[lease] = found
-        self._late = _Use(space, keys, slots, tenant)
-        return slots, [at for at in range(start) if keys[at] not in space.blocks]
+        self._late = _Use(space, keys, [*found], tenant)
+        absent = [at for at in range(start) if keys[at] not in space.blocks]
+        if done is not None and self.lowers:
+            within = self.promotions.begin(session, lease, keys, start, done)
+            if within:
+                return Ready([], absent, within)
+        return Ready([block.slot for block in session.leases.get(lease, ())], absent, 0.0)
+
+    def leased(self, session: Session, lease: int) -> bool:
+        """Return whether the session has such a lease, or waits for it."""
+        return lease in session.leases or self.promotions.waits(session, lease)
 
     def record_use(self) -> None:
-        """Count the latest lookup, and tell its use to the policy and to the slabs."""
+        """Count the latest lookup, and tell its use to the policies and to the slabs."""
         if (use := self._late) is None:
             return
         self._late = None
-        self._tenants.tally(use.tenant).lookups += 1
-        self._metrics.lookups.inc()
-        use.space.pool.policy.touch(use.keys)
-        self._evictor.use(use.space.pool, use.slots)
+        self.tenants.tally(use.tenant).lookups += 1
+        self.metrics.lookups.inc()
+        self._use(use.space, use.keys, use.blocks)
+
+    def _use(self, space: Namespace, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> None:
+        space.pool.policy.touch(keys)
+        self.evictor.use(space.pool, [block.slot for block in blocks])
+        for lower in self.lowers:
+            lower.touch(space.records, keys)
+        self.cascade.used(space, blocks)
 
     def release(self, session: Session, lease: int) -> None:
         """End a lease, if there is one of that number."""
-        self._evictor.unlease(session.space, session.leases.pop(lease, ()))
+        self.promotions.forget(session, lease)
+        self.evictor.unlease(session.space, session.leases.pop(lease, ()))
 
     def unreadable(self, session: Session, slots: Iterable[int]) -> None:
         """Drop the blocks in slots that the session leases and found other bytes in.
@@ -147,14 +178,15 @@ class Hierarchy:
             if (block := leased.get(slot)) is None:
                 self._count_store(StoreOutcome.UNKNOWN_SLOT)
             elif space.blocks.get(block.key) is block:
-                self._evictor.drop(space, block, EvictReason.UNREADABLE)
+                self.evictor.drop(space, block, EvictReason.UNREADABLE)
+                for lower in self.lowers:
+                    lower.drop(space.records, [block.key], EvictReason.UNREADABLE)
 
     def touch(self, session: Session, keys: Sequence[BlockKey]) -> None:
         """Record the use of a chain that the device held."""
         self.record_use()
-        session.space.pool.policy.touch(keys)
         blocks = session.space.blocks
-        self._evictor.use(session.space.pool, [blocks[key].slot for key in keys if key in blocks])
+        self._use(session.space, keys, [blocks[key] for key in keys if key in blocks])
 
     def reserve(
         self, session: Session, need: int, stock: int, above: Iterable[Sequence[BlockKey]] = ()
@@ -171,7 +203,7 @@ class Hierarchy:
         for block in kept:
             block.leases += 1
         granted = self._reserve(session, need, stock)
-        self._evictor.unlease(session.space, kept)
+        self.evictor.unlease(session.space, kept)
         return granted
 
     def _reserve(self, session: Session, need: int, stock: int) -> list[int]:
@@ -179,19 +211,19 @@ class Hierarchy:
         pool = space.pool
         granted: list[int] = []
         while len(granted) < need:
-            if (slot := self._evictor.make_room(space, need - len(granted))) is None:
+            if (slot := self.evictor.make_room(space, need - len(granted))) is None:
                 self._count_store(StoreOutcome.NO_SLOT, need - len(granted))
                 break
             granted.append(slot)
-        held = sum(len(one.reserved) for one in self._all_sessions() if one.space is space)
+        held = sum(len(one.reserved) for one in self.all_sessions() if one.space is space)
         most = (pool.total + self.host.growable(pool)) // STOCK_SHARE
         room = min(stock - len(session.reserved), most - held) - len(granted)
-        for _ in range(min(room, self._evictor.spare(pool))):
+        for _ in range(min(room, self.evictor.spare(pool))):
             slot = self.host.take(pool)
             assert slot is not None, "the pool has this many slots to spare"
             granted.append(slot)
         session.reserved.update(granted)
-        self._evictor.evict_ahead(space)
+        self.evictor.evict_ahead(space)
         return granted
 
     def commit(
@@ -211,6 +243,7 @@ class Hierarchy:
         space, reserved = session.space, session.reserved
         insert, weight = space.pool.policy.insert, space.pool.slot_bytes
         outcomes = dict.fromkeys(StoreOutcome, 0)
+        fresh: list[Block] = []
         for key, slot in zip(keys, slots, strict=True):
             if slot not in reserved:
                 outcomes[StoreOutcome.UNKNOWN_SLOT] += 1
@@ -220,15 +253,16 @@ class Hierarchy:
                 outcomes[StoreOutcome.DUPLICATE] += 1
             else:
                 reserved.discard(slot)
-                space.add(key, parent, slot)
+                fresh.append(space.add(key, parent, slot))
                 insert(key, weight, parent or None)
                 outcomes[StoreOutcome.COMMITTED] += 1
             parent = key
-        self._evictor.use(space.pool, slots)
-        self._tenants.tally(tenant).stored_blocks += outcomes[StoreOutcome.COMMITTED]
+        self.evictor.use(space.pool, slots)
+        self.tenants.tally(tenant).stored_blocks += outcomes[StoreOutcome.COMMITTED]
         for outcome, blocks in outcomes.items():
             if blocks:
                 self._count_store(outcome, blocks)
+        self.cascade.committed(space, fresh)
 
     def abort(self, session: Session, slots: Iterable[int]) -> None:
         """Give back reserved slots whose blocks never became visible."""
@@ -242,105 +276,30 @@ class Hierarchy:
 
     def count(self, session: Session, asked: Asked) -> None:
         """Count the blocks that prompts could have reused, and those that each tier served."""
-        tally = self._tenants.tally(asked.tenant)
+        tally = self.tenants.tally(asked.tenant)
         added = tally.count(asked, session.space.manifest.block_tokens)
         for tier, (asked_here, hit_here) in added.items():
-            self._metrics.tokens_asked.labels(tier).inc(asked_here)
-            self._metrics.tokens_hit.labels(tier).inc(hit_here)
+            self.metrics.tokens_asked.labels(tier).inc(asked_here)
+            self.metrics.tokens_hit.labels(tier).inc(hit_here)
 
     def reset(self, space: Namespace) -> int:
-        """Drop all blocks of a namespace; a leased one stays readable until released."""
+        """Drop all blocks of a namespace; a leased one stays readable until released.
+
+        Lower tiers drop theirs too, and are not asked for any of it until they have.
+        """
         self.record_use()
+        self.promotions.discard(space)
+        for lower in self.lowers:
+            lower.wipe(space.records)
         blocks = list(space.blocks.values())
         for block in blocks:
-            self._evictor.drop(space, block, EvictReason.RESET)
+            self.evictor.drop(space, block, EvictReason.RESET)
         return len(blocks)
-
-    # Readings.
-
-    def tiers(self) -> list[TierReading]:
-        """Return the state of each tier of this server."""
-        options = self.host.options
-        reading = TierReading(
-            tier=Tier.HOST,
-            policy=options.policy,
-            capacity_bytes=options.capacity_bytes,
-            used_bytes=sum(_used_bytes(space) for space in self.directory.namespaces.values()),
-            blocks=len(self.directory),
-            slots=self._slot_states(),
-            high_watermark=options.high_watermark,
-            low_watermark=options.low_watermark,
-            evictions=self._evictor.evictions,
-            huge_pages=self.host.huge,
-        )
-        return [reading]
-
-    def namespaces(self) -> list[NamespaceReading]:
-        """Return the state of each namespace."""
-        return [
-            NamespaceReading(
-                digest=space.digest,
-                manifest=space.manifest,
-                blocks=len(space.blocks),
-                used_bytes=_used_bytes(space),
-                slots=space.pool.total,
-                sessions=space.sessions,
-            )
-            for space in self.directory.namespaces.values()
-        ]
-
-    def sessions(self) -> list[SessionReading]:
-        """Return the open sessions."""
-        now = self._clock()
-        return [
-            SessionReading(
-                session=session.number,
-                role=session.role,
-                engine=session.engine.name,
-                rank=session.rank,
-                pid=session.pid,
-                namespace=session.space.digest,
-                age_seconds=now - session.opened,
-                leased_blocks=sum(map(len, session.leases.values())),
-                reserved_slots=len(session.reserved),
-            )
-            for session in self._all_sessions()
-        ]
-
-    def tenants(self) -> list[TenantReading]:
-        """Return the totals of each tenant since the start."""
-        self.record_use()
-        return self._tenants.readings()
-
-    def traffic(self) -> Traffic:
-        """Return the totals since the start."""
-        tenants = self.tenants()
-        return Traffic(
-            lookups=sum(tenant.lookups for tenant in tenants),
-            device_tokens_asked=sum(tenant.device_tokens_asked for tenant in tenants),
-            device_tokens_hit=sum(tenant.device_tokens_hit for tenant in tenants),
-            host_tokens_asked=sum(tenant.host_tokens_asked for tenant in tenants),
-            host_tokens_hit=sum(tenant.host_tokens_hit for tenant in tenants),
-            stores=dict(self._stores),
-        )
-
-    def refresh_metrics(self) -> None:
-        """Set the gauges from the present state."""
-        metrics = self._metrics
-        for reading in self.tiers():
-            metrics.capacity_bytes.labels(reading.tier).set(reading.capacity_bytes)
-            metrics.used_bytes.labels(reading.tier).set(reading.used_bytes)
-            metrics.blocks.labels(reading.tier).set(reading.blocks)
-            for state, count in reading.slots.items():
-                metrics.slots.labels(state).set(count)
-        for role in Role:
-            open_now = sum(session.role is role for session in self._all_sessions())
-            metrics.sessions.labels(role).set(open_now)
 
     def _leave_limbo(self, engine: Engine, before: int) -> None:
         for lost in engine.limbo:
             if lost.session < before:
-                self._evictor.unlease(lost.space, lost.leased)
+                self.evictor.unlease(lost.space, lost.leased)
                 for slot in lost.reserved:
                     self.host.give_back(lost.space.pool, slot)
                 engine.released = max(engine.released, lost.session)
@@ -354,23 +313,14 @@ class Hierarchy:
             space = self.directory.namespaces[digest] = Namespace(manifest, pool)
         return space
 
-    def _all_sessions(self) -> list[Session]:
+    def all_sessions(self) -> list[Session]:
+        """Return the open sessions of all engines."""
         return [session for engine in self.engines.values() for session in engine.sessions.values()]
 
     def _count_store(self, outcome: StoreOutcome, blocks: int = 1) -> None:
-        self._stores[outcome] += blocks
-        self._metrics.stores.labels(outcome).inc(blocks)
-
-    def _slot_states(self) -> dict[SlotState, int]:
-        spaces = self.directory.namespaces.values()
-        limbo = [lost for engine in self.engines.values() for lost in engine.limbo]
-        return {
-            SlotState.FREE: sum(len(space.pool.free) for space in spaces),
-            SlotState.COMMITTED: sum(len(space.blocks) + len(space.doomed) for space in spaces),
-            SlotState.RESERVED: sum(len(session.reserved) for session in self._all_sessions()),
-            SlotState.LIMBO: sum(len(lost.reserved) for lost in limbo),
-        }
+        self.stores[outcome] += blocks
+        self.metrics.stores.labels(outcome).inc(blocks)
 
 
-def _used_bytes(space: Namespace) -> int:
-    return len(space.blocks) * space.pool.slot_bytes
+def _never(seconds: float, call: Callable[[], None]) -> Timer:  # noqa: ARG001
+    raise AssertionError("nothing waits where there is no lower tier")

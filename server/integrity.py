@@ -34,6 +34,7 @@ def _check_slots(hierarchy: Hierarchy, space: Namespace) -> None:
             held += session.reserved if session.space is space else ()
         for lost in engine.limbo:
             held += lost.reserved if lost.space is space else ()
+    held += [one.slot for one in hierarchy.promotions.incoming if one.space is space]
     assert sorted(pool.free + held) == sorted(whole), "slots free + held = total, each once"
     taken = Counter(slot >> SLOT_INDEX_BITS for slot in held)
     for number, owned in pool.slabs.items():
@@ -57,6 +58,7 @@ def _check_leases(hierarchy: Hierarchy, space: Namespace) -> None:
                     held.update(blocks)
         for lost in engine.limbo:
             held.update(lost.leased if lost.space is space else ())
+    held.update(hierarchy.cascade.writing)
     for block in [*space.blocks.values(), *space.doomed]:
         assert block.leases == held[block], "leases are those of sessions and limbo"
     assert all(block.leases for block in space.doomed), "a dropped block waits only for leases"

@@ -11,7 +11,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
 from . import __version__
-from .core import EvictReason, Role, SlotState, StoreOutcome, Tier
+from .core import (
+    LOWER_TIERS,
+    EvictReason,
+    Fault,
+    PromoteOutcome,
+    ReadOutcome,
+    Role,
+    SlotState,
+    StoreOutcome,
+    Tier,
+    WaitOutcome,
+    WriteOutcome,
+)
 
 LATENCY_BUCKETS = (
     50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 1.0, 5.0,
@@ -56,8 +68,9 @@ class Metrics:
         self.evictions = Counter(
             "kvtier_evictions", "Blocks that left a tier.", ["tier", "reason"], registry=reg
         )
-        for evicted in EvictReason:
-            self.evictions.labels(Tier.HOST, evicted)
+        for tier in (Tier.HOST, *LOWER_TIERS):
+            for evicted in EvictReason:
+                self.evictions.labels(tier, evicted)
 
         self.capacity_bytes = Gauge(
             "kvtier_capacity_bytes", "Byte budget of a tier.", ["tier"], registry=reg
@@ -70,6 +83,7 @@ class Metrics:
         for state in SlotState:
             self.slots.labels(state)
 
+        self._lower_tiers(reg)
         self.sessions = Gauge(
             "kvtier_sessions", "Open data-plane sessions.", ["role"], registry=reg
         )
@@ -95,6 +109,89 @@ class Metrics:
             buckets=LATENCY_BUCKETS,
             registry=reg,
         )
+
+    def _lower_tiers(self, reg: CollectorRegistry) -> None:
+        """Declare what only the tiers below the host tier have."""
+        self.tier_up = Gauge(
+            "kvtier_tier_up", "1 while a tier is asked, 0 while it is left alone.", ["tier"],
+            registry=reg,
+        )  # fmt: skip
+        self.breaker_openings = Counter(
+            "kvtier_breaker_openings", "How often a tier began to be left alone.", ["tier"],
+            registry=reg,
+        )  # fmt: skip
+        self.tier_faults = Counter(
+            "kvtier_tier_faults", "Failures of a tier as a whole.", ["tier", "fault"], registry=reg
+        )
+        self.reads = Counter(
+            "kvtier_reads", "Blocks read from a tier, by outcome.", ["tier", "outcome"],
+            registry=reg,
+        )  # fmt: skip
+        self.writes = Counter(
+            "kvtier_writes", "Blocks to be written to a tier, by outcome.", ["tier", "outcome"],
+            registry=reg,
+        )  # fmt: skip
+        self.read_bytes = Counter(
+            "kvtier_read_bytes", "Bytes of blocks read from a tier.", ["tier"], registry=reg
+        )
+        self.written_bytes = Counter(
+            "kvtier_written_bytes", "Bytes that a tier took for blocks.", ["tier"], registry=reg
+        )
+        self.tier_seconds = Histogram(
+            "kvtier_tier_seconds",
+            "Time that one operation took a tier's thread.",
+            ["tier", "op"],
+            buckets=LATENCY_BUCKETS,
+            registry=reg,
+        )
+        self.queued_bytes = Gauge(
+            "kvtier_queued_bytes", "Bytes of blocks that wait for a tier.", ["tier", "op"],
+            registry=reg,
+        )  # fmt: skip
+        self.skipped_blocks = Counter(
+            "kvtier_loads_skipped_blocks",
+            "Blocks that a tier has and that are computed instead, because that is faster.",
+            ["tier"],
+            registry=reg,
+        )
+        self.skipped_seconds = Counter(
+            "kvtier_loads_skipped_seconds",
+            "Seconds that computing instead of loading was expected to save.",
+            ["tier"],
+            registry=reg,
+        )
+        self.promotions = Counter(
+            "kvtier_promotions", "Blocks copied from a tier to the host tier, by what became of "
+            "it.", ["tier", "outcome"], registry=reg,
+        )  # fmt: skip
+        self.waits = Counter(
+            "kvtier_waits", "Lookups that waited for lower tiers, by how that ended.",
+            ["outcome"], registry=reg,
+        )  # fmt: skip
+        self.wait_seconds = Histogram(
+            "kvtier_wait_seconds",
+            "How long lookups waited for lower tiers.",
+            buckets=LATENCY_BUCKETS,
+            registry=reg,
+        )
+        for tier in LOWER_TIERS:
+            for one in (self.tier_up, self.breaker_openings, self.read_bytes, self.written_bytes,
+                        self.skipped_blocks, self.skipped_seconds):  # fmt: skip
+                one.labels(tier)
+            for fault in Fault:
+                self.tier_faults.labels(tier, fault)
+            for read in (*ReadOutcome, "failed"):
+                self.reads.labels(tier, read)
+            for write in WriteOutcome:
+                self.writes.labels(tier, write)
+            for op in ("find", "read", "write"):
+                self.tier_seconds.labels(tier, op)
+            for op in ("read", "write"):
+                self.queued_bytes.labels(tier, op)
+            for promoted in PromoteOutcome:
+                self.promotions.labels(tier, promoted)
+        for ended in WaitOutcome:
+            self.waits.labels(ended)
 
     def exposition(self) -> bytes:
         """Return the text format that Prometheus scrapes."""

@@ -23,7 +23,7 @@ import msgspec
 from .core import KEY_BYTES, BlockKey, Manifest, Role, Tier
 from .errors import ProtocolError
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 HEADER_BYTES: Final = 4
 MAX_FRAME_BYTES: Final = 16 << 20
 """Enough for a lookup of half a million blocks; more is refused before it is read."""
@@ -78,12 +78,14 @@ class Chain(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Asked(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Blocks that a tenant's prompts could have reused; `device` and `host` of them were there."""
+    """Blocks that a tenant's prompts could have reused; so many of them came from each tier."""
 
     tenant: Tenant
     asked: Count
     device: Count
     host: Count
+    disk: Count = 0
+    redis: Count = 0
 
 
 class Step(Frame, tag="step"):
@@ -111,6 +113,9 @@ class Step(Frame, tag="step"):
     They are dropped before anything else in the step is done."""
     settled: bool = False
     """No worker copies on behalf of an earlier session of this engine any more."""
+    prefill_tokens: Count = 0
+    """Prompt tokens that were computed in steps of which the next field is the time."""
+    prefill_seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
 
 
 class MapSlab(Frame, tag="map"):
@@ -157,13 +162,18 @@ class Refused(Frame, tag="refused"):
 class Found(Frame, tag="found"):
     """Answer to a lookup: leased slots of the blocks from `start` on.
 
-    The lease has the number `seq`; there is none when `slots` is empty.
+    The lease has the number `seq`; there is none when `slots` is empty. When lower tiers have more,
+    the first answer has no slots and says within how many seconds a second one comes.
     """
 
     seq: int
     slots: list[int]
-    absent: list[int]
-    """Positions before `start` that the server does not hold: worth storing again."""
+    absent: list[int] = []
+    """Positions before `start` that the host tier does not hold: worth storing again."""
+    within: float = 0.0
+    disk: int = 0
+    """Blocks of these that came from the disk tier for this lookup."""
+    redis: int = 0
 
 
 class Granted(Frame, tag="granted"):

@@ -15,25 +15,33 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
 
 from .api import build_app
-from .config import HttpSettings, Settings
+from .config import Settings
 from .dataplane import DataPlane, DataPlaneOptions
 from .errors import StartError
 from .hierarchy import Hierarchy
+from .lowers import drain, look_after, lower_tiers
 from .metrics import Metrics
+from .promotion import PromotionOptions
+from .sections import HttpSettings
 from .sizes import format_size
 from .tiers.host import HostOptions, HostTier
 from .tiers.slab import HugePages
+from .worth import LoadMode
 
 log = logging.getLogger("kvtier.serve")
 
 LAG_SAMPLE_SECONDS = 0.1
+DRAIN_SHARE = 0.6
+"""Share of the shutdown time in which what is queued for lower tiers is still written."""
+SWITCH_SECONDS = 0.0005
+"""How long a thread may keep the interpreter from the loop while it has no I/O to do."""
 HTTP_GRACE_SHARE = 0.5
 """Share of the shutdown time that HTTP requests in flight may take."""
 
@@ -41,6 +49,7 @@ HTTP_GRACE_SHARE = 0.5
 def serve(settings: Settings) -> None:
     """Run a server until SIGTERM or SIGINT. Blocks. Raises StartError if it can't run here."""
     _log_to_stderr(settings.log.level)
+    sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(Server(settings).run())
 
@@ -52,7 +61,14 @@ class Server:
         self.settings = settings
         self.metrics = Metrics()
         self.host = HostTier(_host_options(settings), self.metrics)
-        self.hierarchy = Hierarchy(self.host, self.metrics, time.monotonic)
+        self.lowers = lower_tiers(settings, self.metrics, self._post)
+        self.hierarchy = Hierarchy(
+            self.host, self.metrics, time.monotonic, self.lowers, self._later
+        )
+        self.hierarchy.promotions.options = PromotionOptions(
+            LoadMode(settings.loads.mode), settings.loads.wait_seconds
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
         options = DataPlaneOptions(settings.socket, settings.group_id())
         self.plane = DataPlane(self.hierarchy, self.metrics, options)
         self._allocated = False
@@ -60,6 +76,7 @@ class Server:
 
     async def run(self) -> None:
         """Serve until a signal comes. Raises StartError, also when memory turns out too short."""
+        self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         with contextlib.closing(_bind(self.settings.http)) as listener:
@@ -68,6 +85,8 @@ class Server:
                 await self._serve(listener)
             finally:
                 await self.plane.stop()
+                for tier in self.lowers:
+                    tier.close()
                 self.host.close()
 
     async def _serve(self, listener: socket.socket) -> None:
@@ -79,6 +98,7 @@ class Server:
                 background = [
                     group.create_task(self._allocate()),
                     group.create_task(_sample_lag(self.metrics)),
+                    group.create_task(look_after(self.lowers)),
                 ]
                 self._announce(listener)
                 await self._stop.wait()
@@ -87,6 +107,7 @@ class Server:
                     task.cancel()
                 await self.plane.stop()
                 web.should_exit = True
+                await drain(self.lowers, self.settings.shutdown_seconds * DRAIN_SHARE)
         except* StartError as failed:
             raise failed.exceptions[0] from None
 
@@ -100,15 +121,29 @@ class Server:
             time.monotonic() - began,
         )
 
+    def _post(self, call: Callable[[], None]) -> None:
+        """Make a call on the loop, from any thread; nothing once the loop is closed."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # A thread that hung comes back too late.
+                self._loop.call_soon_threadsafe(call)
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        assert self._loop is not None, "engines come when the loop runs"
+        return self._loop.call_later(seconds, call)
+
     def _announce(self, listener: socket.socket) -> None:
         address, port = listener.getsockname()[:2]
         log.info(
-            "kvtier serves engines on %s and HTTP on http://%s:%d, host tier %s, policy %s",
+            "kvtier serves engines on %s and HTTP on http://%s:%d, host tier %s, policy %s%s",
             self.settings.socket,
             f"[{address}]" if ":" in address else address,
             port,
             format_size(self.settings.host.capacity),
             self.settings.host.policy,
+            "".join(
+                f", {tier.tier} tier {format_size(tier.options.capacity_bytes)}"
+                for tier in self.lowers
+            ),
         )
 
 

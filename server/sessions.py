@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from .core import Role
 from .directory import Block, Namespace
 
+RATE_WEIGHT = 0.2
+"""Of the latest measure of an engine's prefill rate in the average."""
+
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -46,3 +49,13 @@ class Engine:
     released: int
     sessions: dict[int, Session] = field(default_factory=dict)
     limbo: list[Limbo] = field(default_factory=list)
+    prefill_rate: float | None = None
+    """Prompt tokens that it computes in a second, as measured lately."""
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Take note of prompt tokens that were computed, and of the time that they took."""
+        if seconds > 0.0:
+            latest, before = tokens / seconds, self.prefill_rate
+            self.prefill_rate = (
+                latest if before is None else before + RATE_WEIGHT * (latest - before)
+            )

@@ -5,22 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import __version__
-from .core import StoreOutcome, Tier
-from .hierarchy import Hierarchy
-
-
-@dataclass(frozen=True, slots=True)
-class TierTraffic:
-    """Prompt tokens in whole blocks: what a tier was asked for since the start, and served."""
-
-    tier: Tier
-    tokens_asked: int
-    tokens_hit: int
-
-    @property
-    def hit_ratio(self) -> float:
-        """Served over asked; 0.0 when nothing was asked."""
-        return self.tokens_hit / self.tokens_asked if self.tokens_asked else 0.0
+from .core import StoreOutcome, TierTraffic
+from .readings import Readings
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +19,20 @@ class Stats:
     lookups: int
     traffic: list[TierTraffic]
     """Upper tiers first. A tier was asked for what the tiers above it did not hold."""
-    host_hit_ratio: float
-    """Tokens that the host tier served, over those that it was asked for."""
     total_hit_ratio: float
     """Tokens that any tier served, over all prompt tokens in whole blocks."""
     stores: dict[StoreOutcome, int]
 
 
-def read_stats(hierarchy: Hierarchy, *, ready: bool) -> Stats:
+def read_stats(readings: Readings, *, ready: bool) -> Stats:
     """Return the totals at this moment."""
-    traffic = hierarchy.traffic()
+    traffic = readings.traffic()
+    tokens = traffic[0].tokens_asked
     return Stats(
         version=__version__,
         ready=ready,
-        lookups=traffic.lookups,
-        traffic=[
-            TierTraffic(Tier.DEVICE, traffic.device_tokens_asked, traffic.device_tokens_hit),
-            TierTraffic(Tier.HOST, traffic.host_tokens_asked, traffic.host_tokens_hit),
-        ],
-        host_hit_ratio=traffic.host_hit_ratio,
-        total_hit_ratio=traffic.total_hit_ratio,
-        stores=traffic.stores,
+        lookups=sum(tenant.lookups for tenant in readings.tenants()),
+        traffic=traffic,
+        total_hit_ratio=sum(one.tokens_hit for one in traffic) / tokens if tokens else 0.0,
+        stores=readings.stores(),
     )

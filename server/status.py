@@ -22,6 +22,7 @@ TIMEOUT_SECONDS = 5
 ANSWER_BYTES_AT_MOST = 16 << 20
 BAR_WIDTH = 30
 NEARLY_FULL = 0.95
+_LEVELS = {Tier.HOST: "L1", Tier.DISK: "L2", Tier.REDIS: "L2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,29 @@ def _tiers(readings: list[TierReading]) -> RenderableType:
             f"{_size(reading.used_bytes)} of {_size(reading.capacity_bytes)}",
             f"{reading.blocks:,} blocks",
         )
-        in_use = sum(reading.slots[state] for state in (SlotState.RESERVED, SlotState.LIMBO))
-        pages = "huge pages" if reading.huge_pages else "normal pages"
-        table.add_row("", Text(f"policy {reading.policy}, {pages}", style="dim"))
-        table.add_row("", Text(f"{reading.evictions:,} evictions, {in_use:,} slots promised"))
+        table.add_row("", Text(f"policy {reading.policy}, {_about(reading)}", style="dim"))
+        table.add_row("", Text(f"{reading.evictions:,} evictions, {_under_way(reading)}"))
     return table
+
+
+def _about(reading: TierReading) -> str:
+    if reading.host is not None:
+        return "huge pages" if reading.host.huge_pages else "normal pages"
+    lower = reading.lower
+    assert lower is not None, "a tier is the host tier or a lower one"
+    if not lower.up:
+        return "left alone for now: the server's log says why"
+    speed = f", reads at {_size(int(lower.read_bandwidth))}/s" if lower.read_bandwidth else ""
+    return f"written {lower.write_mode.replace('_', ' ')}{speed}"
+
+
+def _under_way(reading: TierReading) -> str:
+    if reading.host is not None:
+        slots = reading.host.slots
+        in_use = sum(slots[state] for state in (SlotState.RESERVED, SlotState.LIMBO))
+        return f"{in_use:,} slots promised"
+    assert reading.lower is not None, "a tier is the host tier or a lower one"
+    return f"{_size(reading.lower.queued_write_bytes)} to be written"
 
 
 def _bar(share: float) -> Bar:
@@ -121,18 +140,20 @@ def _bar(share: float) -> Bar:
 
 
 def _hits(stats: Stats) -> RenderableType:
-    by_tier = {traffic.tier: traffic for traffic in stats.traffic}
-    device, host = by_tier[Tier.DEVICE], by_tier[Tier.HOST]
+    device = stats.traffic[0]
     if not device.tokens_asked:
         return Text("No prompt has had a whole block yet.", style="dim")
-    return Text.from_markup(
-        f"[bold]{stats.total_hit_ratio:.1%}[/] of {device.tokens_asked:,} prompt tokens in whole "
-        f"blocks did not have to be computed.\n"
-        f"  device (L0) held {device.hit_ratio:.1%} of them: {device.tokens_hit:,} tokens.\n"
-        f"  host (L1) held {stats.host_hit_ratio:.1%} of the {host.tokens_asked:,} tokens that "
-        f"the device did not: {host.tokens_hit:,} tokens.\n"
-        f"{_stores(stats.stores)}"
-    )
+    whole = f"{device.tokens_asked:,} prompt tokens in whole blocks did not have to be computed."
+    lines = [
+        f"[bold]{stats.total_hit_ratio:.1%}[/] of {whole}",
+        f"  device (L0) held {device.hit_ratio:.1%} of them: {device.tokens_hit:,} tokens.",
+    ]
+    lines += [
+        f"  {tier.tier} ({_LEVELS[tier.tier]}) held {tier.hit_ratio:.1%} of the "
+        f"{tier.tokens_asked:,} tokens that the tiers above did not: {tier.tokens_hit:,} tokens."
+        for tier in stats.traffic[1:]
+    ]
+    return Text.from_markup("\n".join([*lines, _stores(stats.stores)]))
 
 
 def _stores(stores: dict[StoreOutcome, int]) -> str:

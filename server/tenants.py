@@ -6,10 +6,10 @@ their own, and all later ones share one. Runs on the event loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from .core import TenantReading, Tier
+from .core import TenantReading, Tier, TierTraffic
 
 TENANTS_AT_MOST = 1000
 OTHER = "other"
@@ -19,24 +19,24 @@ NOBODY = ""
 
 
 class Asked(Protocol):
-    """Blocks that prompts could have reused; of these, so many came from the two tiers."""
+    """Blocks that prompts could have reused; of these, so many came from each tier."""
 
     tenant: str
     asked: int
     device: int
     host: int
+    disk: int
+    redis: int
 
 
 @dataclass(slots=True)
 class Tally:
-    """The totals of one tenant."""
+    """The totals of one tenant, in tokens by tier."""
 
     tenant: str
     lookups: int = 0
-    device_tokens_asked: int = 0
-    device_tokens_hit: int = 0
-    host_tokens_asked: int = 0
-    host_tokens_hit: int = 0
+    asked: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    hit: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     stored_blocks: int = 0
 
     def count(self, asked: Asked, block_tokens: int) -> dict[Tier, tuple[int, int]]:
@@ -44,25 +44,23 @@ class Tally:
 
         A tier is asked for what the tiers above it did not hold.
         """
-        device = (asked.asked * block_tokens, asked.device * block_tokens)
-        host = (max(asked.asked - asked.device, 0) * block_tokens, asked.host * block_tokens)
-        self.device_tokens_asked += device[0]
-        self.device_tokens_hit += device[1]
-        self.host_tokens_asked += host[0]
-        self.host_tokens_hit += host[1]
-        return {Tier.DEVICE: device, Tier.HOST: host}
+        added: dict[Tier, tuple[int, int]] = {}
+        left = asked.asked
+        hits = (asked.device, asked.host, asked.disk, asked.redis)
+        for tier, hit in zip(Tier, hits, strict=True):
+            added[tier] = (max(left, 0) * block_tokens, hit * block_tokens)
+            self.asked[tier] += added[tier][0]
+            self.hit[tier] += added[tier][1]
+            left -= hit
+        return added
+
+    def traffic(self) -> list[TierTraffic]:
+        """Return what each tier was asked for and served, the upper ones first."""
+        return [TierTraffic(tier, self.asked[tier], self.hit[tier]) for tier in Tier]
 
     def reading(self) -> TenantReading:
         """Return the totals at this moment."""
-        return TenantReading(
-            tenant=self.tenant,
-            lookups=self.lookups,
-            device_tokens_asked=self.device_tokens_asked,
-            device_tokens_hit=self.device_tokens_hit,
-            host_tokens_asked=self.host_tokens_asked,
-            host_tokens_hit=self.host_tokens_hit,
-            stored_blocks=self.stored_blocks,
-        )
+        return TenantReading(self.tenant, self.lookups, self.traffic(), self.stored_blocks)
 
 
 class Tenants:

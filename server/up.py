@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .children import FORWARDED, Child
-from .config import NESTING, PREFIX, Settings
+from .config import NESTING, PREFIX, Settings, default_blocks
 from .endpoints import Endpoint, free_port, listens
 from .engine_command import EngineCommand, engine_command, engine_environment
 from .errors import StartError
@@ -49,7 +49,7 @@ def run_up(vllm_args: Sequence[str], settings: Settings) -> int:
     engine = engine_command(vllm_args, settings.socket)
     joins = listens(settings.socket)
     if not joins:
-        settings = _with_port(settings)
+        settings = _with_disk(_with_port(settings))
     control = Endpoint(settings.http.host, settings.http.port)
     _check(engine, None if joins else control)
     with _stop_signals() as stops:
@@ -243,6 +243,14 @@ def _with_port(settings: Settings) -> Settings:
     return settings.model_copy(update={"http": http})
 
 
+def _with_disk(settings: Settings) -> Settings:
+    """Return settings with a disk tier, where they left its place open."""
+    if settings.disk.path is not None:
+        return settings
+    disk = settings.disk.model_copy(update={"path": default_blocks()})
+    return settings.model_copy(update={"disk": disk})
+
+
 def _server_environment(environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
     """Return `environ` with exactly these settings, whatever it said about them."""
     environment = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
@@ -252,6 +260,8 @@ def _server_environment(environ: Mapping[str, str], settings: Settings) -> dict[
             if scalar is not None:
                 variable = f"{PREFIX}{name}{NESTING if key else ''}{key}".upper()
                 environment[variable] = str(scalar)
+    if (secret := settings.redis.password) is not None:
+        environment[f"{PREFIX}REDIS{NESTING}PASSWORD"] = secret.get_secret_value()
     return environment
 
 

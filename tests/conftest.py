@@ -46,8 +46,8 @@ def planes(tmp_path):
     """A factory of planes; each is stopped, with its integrity checked, at the end."""
     started = []
 
-    def start(slots=64, name="k.sock"):
-        started.append(Plane(tmp_path / name, slots))
+    def start(slots=64, name="k.sock", **options):
+        started.append(Plane(tmp_path / name, slots, **options))
         return started[-1]
 
     yield start

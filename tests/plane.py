@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import uvloop
@@ -13,32 +15,55 @@ from kvtier.core import PAGE_BYTES, Role
 from kvtier.dataplane import DataPlane, DataPlaneOptions
 from kvtier.hierarchy import Hierarchy
 from kvtier.integrity import check_integrity
+from kvtier.lower import LowerOptions, LowerTier
 from kvtier.metrics import Metrics
 from kvtier.protocol import PROTOCOL_VERSION, Hello
+from kvtier.readings import Readings
+from kvtier.tiers.base import RecordStore
 from kvtier.tiers.host import HostOptions, HostTier
 from kvtier.tiers.slab import HugePages
-from support import MANIFEST
+from support import MANIFEST, until
 
 LOG = logging.getLogger("test.client")
 
 
 class Plane:
-    """A running data plane over `slots` slots of one page."""
+    """A running data plane over `slots` slots of one page, and lower tiers over `stores`.
 
-    def __init__(self, path: Path, slots: int, **options: object) -> None:
+    `lower` are options of every lower tier.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        slots: int,
+        stores: Sequence[RecordStore] = (),
+        lower: Mapping[str, object] | None = None,
+        **options: object,
+    ) -> None:
         self.path = path
         self.metrics = Metrics()
         self.host = HostTier(
             HostOptions(slots * PAGE_BYTES, huge_pages=HugePages.NEVER), self.metrics
         )
-        self.cache = Hierarchy(self.host, self.metrics, lambda: 0.0)
-        self.plane = DataPlane(self.cache, self.metrics, DataPlaneOptions(path, **options))
         self.loop = uvloop.new_event_loop()
+        settings = LowerOptions(**({"capacity_bytes": 1 << 30} | dict(lower or {})))
+        post = self.loop.call_soon_threadsafe
+        self.lowers = [
+            LowerTier(store, settings, self.metrics, time.monotonic, post) for store in stores
+        ]
+        later = self.loop.call_later
+        self.cache = Hierarchy(self.host, self.metrics, time.monotonic, self.lowers, later)
+        self.readings = Readings(self.cache)
+        self.plane = DataPlane(self.cache, self.metrics, DataPlaneOptions(path, **options))
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         try:
             self.await_(self.host.allocate())
             self.await_(self.plane.start())
+            for lower in self.lowers:
+                self.do(lower.start)
+                until(lambda: lower.scanned, "the tier's first look")  # noqa: B023
         except BaseException:
             self._end()
             raise
@@ -81,6 +106,8 @@ class Plane:
             self._end()
 
     def _end(self):
+        for lower in self.lowers:
+            self.do(lower.close)
         self.do(self.host.close)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(20)

@@ -6,10 +6,10 @@ import asyncio
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvtier.changes import News
-from kvtier.core import PAGE_BYTES, Manifest
+from kvtier.core import PAGE_BYTES, Manifest, TierTraffic
 from kvtier.hierarchy import Hierarchy
 from kvtier.metrics import Metrics
 from kvtier.tiers.host import HostOptions, HostTier
@@ -69,6 +69,11 @@ class Mirror:
             self.known.pop(key, None)
         for run in news.stored:
             self.known.update(zip(run[1:], run[:-1], strict=True))
+
+
+def tokens(traffic: Iterable[TierTraffic]) -> dict[str, tuple[int, int]]:
+    """Return by tier how many tokens were asked of it and served."""
+    return {one.tier.value: (one.tokens_asked, one.tokens_hit) for one in traffic}
 
 
 def chain(name: str, blocks: int) -> list[bytes]:

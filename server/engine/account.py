@@ -47,6 +47,14 @@ class Account:
         """Ask for a prefix; see `protocol.Lookup`. None is a miss."""
         return None if self.by is NOBODY else self._client.lookup(keys, start, tenant)
 
+    def answer(self, lease: int) -> wire.Found | None:
+        """Return what became of a lookup that waits for lower tiers; None if not yet."""
+        return self._client.answer(lease)
+
+    def overdue(self) -> None:
+        """Count an answer that did not come in time."""
+        self._client.failures["deadline"] += 1
+
     def take_slots(self, need: int, above: Iterable[bytes]) -> list[int]:
         """Return up to `need` slots, from the stock or, if that is too small, by asking.
 
@@ -78,7 +86,7 @@ class Account:
         if len(self._stock) < STOCK // 2 and (say.commits or say.aborts):
             say.stock = STOCK
         spoken = say.commits or say.aborts or say.releases or say.touches or say.unreadable
-        if spoken or say.asked or say.settled:
+        if spoken or say.asked or say.settled or say.prefill_tokens:
             self.say = wire.Step(seq=0)
             self._client.send_step(say)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from .controls import Controls, ControlsError, read_controls
 from .plan import Promise
+from .tracing import Span
 
 
 class Bypass(StrEnum):
@@ -31,6 +32,37 @@ class Match:
     slots: list[int]
     by: Promise
     lease: int
+    disk: int = 0
+    redis: int = 0
+
+    @property
+    def question(self) -> tuple[Promise, int, int]:
+        """Return who was asked for which blocks."""
+        return self.by, self.first, self.last
+
+    def origins(self, blocks: int) -> tuple[int, int, int]:
+        """Return how many of the first `blocks` blocks came from host, disk and Redis tier."""
+        redis = min(self.redis, blocks)
+        disk = min(self.disk, blocks - redis)
+        return blocks - disk - redis, disk, redis
+
+
+@dataclass(slots=True)
+class Awaited:
+    """A lookup whose answer has yet to come, because lower tiers have more."""
+
+    first: int
+    last: int
+    by: Promise
+    lease: int
+    until: float
+    """The answer is overdue then, in seconds of the monotonic clock."""
+    span: Span
+
+    @property
+    def question(self) -> tuple[Promise, int, int]:
+        """Return who was asked for which blocks."""
+        return self.by, self.first, self.last
 
 
 @dataclass(slots=True)
@@ -49,6 +81,7 @@ class Tracked:
     refill: list[int] = field(default_factory=list)
     """Blocks before `stored` that the device holds, or will, and the server does not."""
     match: Match | None = None
+    awaited: Awaited | None = None
     refused: bool = False
     """The tier had no room for a block of it, and what follows would be of no use."""
     load_failed: bool = False

@@ -19,10 +19,12 @@ from ..core import Tier
 from .account import Account
 from .events import EventFeed
 from .inflight import Candidate, InFlight, Loading, Plan, above, chains
+from .lookups import Lookups
+from .meter import Meter
 from .plan import NOBODY, Load, Move, StepPlan, WorkerReport, seed
-from .requests import Match, Tracked, joined, track
+from .requests import Awaited, Tracked, joined, track
 from .stats import BYPASSED, MISSES, ConnectorStats
-from .tracing import LOAD, LOOKUP, STORE, Span, Tracer
+from .tracing import LOAD, STORE, Span, Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class SchedulerSide:
         self._block_bytes = options.block_bytes
         self._log = log
         self._tracer = tracer
+        self._lookups = Lookups(account, tracer, options.block_tokens)
+        self._meter = Meter()
         self._events = events
         self._events_by = NOBODY
         self._requests: dict[str, Tracked] = {}
@@ -79,17 +83,15 @@ class SchedulerSide:
         hashes = request.block_hashes[:last]
         if self._inflight.loading_any(hashes):
             return None
-        match = tracked.match
-        asked = (self._account.by, first, last)
-        if match is not None and (match.by, match.first, match.last) == asked:
-            return len(match.slots) * self._block_tokens
-        self._forget_match(tracked)
-        tracked.stored, tracked.refill = first, []
-        if last <= first or tracked.bypass or not tracked.controls.load:
-            return 0
-        if request.skip_reading_prefix_cache or tracked.load_failed:
-            return 0
-        return self._look_up(tracked, hashes, first)
+        found = self._lookups.known(tracked, first, last)
+        if found is None:
+            tracked.stored, tracked.refill = first, []
+            if not self._may_ask(tracked, first, last):
+                return 0
+            found = self._lookups.ask(tracked, hashes, first)
+        if isinstance(found, Awaited):
+            return None
+        return 0 if found is None else len(found.slots) * self._block_tokens
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """Plan the load of `external` tokens into the request's `blocks`."""
@@ -108,13 +110,13 @@ class SchedulerSide:
             self._loads.append(loading)
             self._inflight.planned(loading)
         elif match is not None:
-            self._release(match)
+            self._lookups.release(match)
         elif first and not tracked.admitted:
             self._account.say.touches.append(joined(request.block_hashes[:first]))
         tracked.stored = first + loaded
         if not tracked.admitted:
             tracked.admitted = True
-            self._count(tracked, first, loaded)
+            self._count(tracked, first, match.origins(loaded) if match else (0, 0, 0))
 
     def plan_step(self, scheduler_output: Any) -> StepPlan:
         """Return the copies of this step."""
@@ -149,8 +151,15 @@ class SchedulerSide:
                 one.store_span = self._tracer.span(STORE, headers)
             self._inflight.start(plan, one)
         self._account.settle(self._inflight.promises())
+        measure = self._meter.take()
+        self._account.say.prefill_tokens, self._account.say.prefill_seconds = measure
         self._account.flush()
+        self._meter.planned(scheduler_output.num_scheduled_tokens.values())
         return plan
+
+    def stepped(self) -> None:
+        """A step has its output."""
+        self._meter.stepped()
 
     def reported(self, report: WorkerReport) -> None:
         """Commit what all ranks have copied, and end the leases of what they have loaded."""
@@ -178,7 +187,7 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False, None
-        self._forget_match(tracked)
+        self._lookups.forget(tracked)
         answer = {"kvtier": {"error": tracked.refusal}} if tracked.refusal else None
         ended_well = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
         if not ended_well or not _stores(tracked) or self._account.by is NOBODY:
@@ -193,7 +202,7 @@ class SchedulerSide:
         """Drop the namespace's blocks on the server; what is being copied is never committed."""
         self._inflight.discard_stores()
         for tracked in self._requests.values():
-            self._forget_match(tracked)
+            self._lookups.forget(tracked)
         self._account.flush()
         self._account.reset()
         return True
@@ -238,23 +247,6 @@ class SchedulerSide:
                 self._log.warning("a request goes past the cache: %s", tracked.refusal)
         return tracked
 
-    def _look_up(self, tracked: Tracked, hashes: Sequence[bytes], first: int) -> int:
-        span = self._tracer.span(LOOKUP, tracked.request.trace_headers)
-        found = self._account.lookup(joined(hashes), first, tracked.controls.tenant)
-        hits = 0
-        if found is not None:
-            hits = len(found.slots)
-            tracked.match = Match(first, len(hashes), found.slots, self._account.by, found.seq)
-            tracked.refill = found.absent
-        tokens = self._block_tokens
-        span.end(
-            requested_tokens=len(hashes) * tokens,
-            device_tokens=first * tokens,
-            hit_tokens=hits * tokens,
-            tier=Tier.HOST,
-        )
-        return hits * tokens
-
     def _end(self, span: Span, blocks: int, failed: int) -> None:
         span.end(
             tokens=blocks * self._block_tokens,
@@ -288,19 +280,17 @@ class SchedulerSide:
             tracked.stored = min(tracked.stored, lost[0])
             tracked.load_failed = True
 
-    def _forget_match(self, tracked: Tracked) -> None:
-        if tracked.match is not None:
-            self._release(tracked.match)
-        tracked.match = None
+    def _may_ask(self, tracked: Tracked, first: int, last: int) -> bool:
+        """Return whether the server may have something for a request."""
+        if last <= first or tracked.bypass or not tracked.controls.load:
+            return False
+        return not (tracked.request.skip_reading_prefix_cache or tracked.load_failed)
 
-    def _release(self, match: Match) -> None:
-        if match.slots and match.by == self._account.by:
-            self._account.say.releases.append(match.lease)
-
-    def _count(self, tracked: Tracked, device: int, host: int) -> None:
+    def _count(self, tracked: Tracked, device: int, lower: tuple[int, int, int]) -> None:
         asked = tracked.reusable(self._block_tokens)
         if asked:
-            self._account.say.asked.append(wire.Asked(tracked.controls.tenant, asked, device, host))
+            tenant = tracked.controls.tenant
+            self._account.say.asked.append(wire.Asked(tenant, asked, device, *lower))
 
     # Stores.
 

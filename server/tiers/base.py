@@ -14,24 +14,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
-from ..core import BlockKey, Tier
+from ..core import BlockKey, Fault, ReadOutcome, Tier
 from ..errors import KVTierError
-
-
-class Fault(StrEnum):
-    """Why a whole tier could not do what it was asked for."""
-
-    FULL = "full"
-    """No room: a full file system or quota, or Redis at its maxmemory. Reads may go on."""
-    READ_ONLY = "read_only"
-    TIMEOUT = "timeout"
-    UNREACHABLE = "unreachable"
-    """No connection, no such directory, or no access."""
-    IO = "io"
-    """Anything else that the medium said."""
 
 
 class TierFault(KVTierError):
@@ -40,15 +26,6 @@ class TierFault(KVTierError):
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
         self.fault = fault
-
-
-class ReadOutcome(StrEnum):
-    """What became of reading one block."""
-
-    READ = "read"
-    MISSING = "missing"
-    CORRUPT = "corrupt"
-    """Torn, altered, another block's or of an unknown version. The record has been dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +78,8 @@ class RecordStore(ABC):
     """One medium that keeps records. All calls block; all but `open` may overlap."""
 
     tier: Tier
+    listed: bool
+    """Whether `scan` tells all that there is: nothing else needs to be asked for with `find`."""
 
     @abstractmethod
     def open(self) -> None:

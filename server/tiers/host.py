@@ -71,6 +71,7 @@ class HostTier:
         self.slab_bytes = slab_size(options.capacity_bytes)
         self._slabs: dict[int, Slab] = {}
         self._unowned: list[Slab] = []
+        self._mapped: dict[int, memoryview] = {}
         self._metrics = metrics
 
     async def allocate(self) -> None:
@@ -99,6 +100,15 @@ class HostTier:
     def slab(self, number: int) -> Slab | None:
         """Return a slab by its number."""
         return self._slabs.get(number)
+
+    def memory(self, slot: int, pool: Pool) -> memoryview:
+        """Return the bytes of a slot, as the server itself sees them."""
+        at = unpack_slot(slot)
+        whole = self._mapped.get(at.slab)
+        if whole is None:
+            whole = self._mapped[at.slab] = self._slabs[at.slab].map()
+        begin = at.index * pool.slot_bytes
+        return whole[begin : begin + pool.slot_bytes]
 
     def open_pool(self, namespace: str, slot_bytes: int) -> Pool:
         """Return the namespace's pool. Raises HelloRefused if not one slot fits into a slab."""
@@ -157,6 +167,7 @@ class HostTier:
             slab.close()
         self._slabs.clear()
         self._unowned.clear()
+        self._mapped.clear()
 
 
 def slab_size(capacity_bytes: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 from dataclasses import dataclass
 from enum import StrEnum
@@ -39,6 +40,10 @@ class Slab:
     def kernel_bytes(self) -> int:
         """Return the memory that the kernel has given to this slab."""
         return os.fstat(self.fd).st_blocks * 512
+
+    def map(self) -> memoryview:
+        """Return the memory, page-aligned; it stays mapped while anything refers to it."""
+        return memoryview(mmap.mmap(self.fd, self.size))
 
     def close(self) -> None:
         """Let go of the memory; engines that mapped it keep it until they unmap."""

@@ -16,6 +16,7 @@ from kvtier.client import FAILURES
 from kvtier.config import descriptions, load_settings
 from kvtier.core import Manifest, Role, SlotRef
 from kvtier.engine.options import KEYS, read_options
+from kvtier.readings import Readings
 from support import MANIFEST, hierarchy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,9 +54,9 @@ def plain(cell):
 def read_cache():
     """Return a small cache and its metrics, read once."""
     cache = hierarchy(4)
-    cache.refresh_metrics()
+    Readings(cache).refresh_metrics()
     cache.host.close()
-    return cache, cache._metrics
+    return cache, cache.metrics
 
 
 def test_the_settings_reference_has_exactly_the_settings_with_their_defaults():

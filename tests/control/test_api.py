@@ -114,12 +114,12 @@ async def test_readings_show_what_an_engine_stored_and_hit(control):
         {"tier": "device", "tokens_asked": 5 * BLOCK_TOKENS, "tokens_hit": BLOCK_TOKENS},
         {"tier": "host", "tokens_asked": 4 * BLOCK_TOKENS, "tokens_hit": 4 * BLOCK_TOKENS},
     ]
-    assert stats["host_hit_ratio"] == stats["total_hit_ratio"] == 1.0
+    assert stats["total_hit_ratio"] == 1.0
 
     tier = (await control.get("/v1/tiers/host")).json()
     assert [tier] == (await control.get("/v1/tiers")).json()
     assert (tier["blocks"], tier["used_bytes"]) == (5, 5 * SLOT_BYTES)
-    assert tier["slots"]["committed"] == 5
+    assert tier["host"]["slots"]["committed"] == 5
 
     (session,) = (await control.get("/v1/sessions")).json()
     assert (session["engine"], session["role"], session["pid"]) == ("engine-1", "scheduler", 4711)
@@ -138,10 +138,12 @@ async def test_a_tenants_totals_are_its_own(control):
     assert tenant == {
         "tenant": "acme",
         "lookups": 1,
-        "device_tokens_asked": 3 * BLOCK_TOKENS,
-        "device_tokens_hit": BLOCK_TOKENS,
-        "host_tokens_asked": 2 * BLOCK_TOKENS,
-        "host_tokens_hit": 2 * BLOCK_TOKENS,
+        "traffic": [
+            {"tier": "device", "tokens_asked": 3 * BLOCK_TOKENS, "tokens_hit": BLOCK_TOKENS},
+            {"tier": "host", "tokens_asked": 2 * BLOCK_TOKENS, "tokens_hit": 2 * BLOCK_TOKENS},
+            {"tier": "disk", "tokens_asked": 0, "tokens_hit": 0},
+            {"tier": "redis", "tokens_asked": 0, "tokens_hit": 0},
+        ],
         "stored_blocks": 3,
     }
 

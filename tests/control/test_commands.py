@@ -11,6 +11,7 @@ import yaml
 from kvtier import __version__
 from kvtier.__main__ import app
 from kvtier.core import (
+    HostDetails,
     NamespaceReading,
     Role,
     SessionReading,
@@ -18,8 +19,9 @@ from kvtier.core import (
     StoreOutcome,
     Tier,
     TierReading,
+    TierTraffic,
 )
-from kvtier.stats import Stats, TierTraffic
+from kvtier.stats import Stats
 from kvtier.status import Status, render, show_status
 from rich.console import Console
 from support import manifest
@@ -33,7 +35,6 @@ BUSY = Status(
         ready=True,
         lookups=9,
         traffic=[TierTraffic(Tier.DEVICE, 10_000, 2_500), TierTraffic(Tier.HOST, 7_500, 6_000)],
-        host_hit_ratio=0.8,
         total_hit_ratio=0.85,
         stores={
             **dict.fromkeys(StoreOutcome, 0),
@@ -48,11 +49,8 @@ BUSY = Status(
             4 << 30,
             3 << 30,
             1_234,
-            dict.fromkeys(SlotState, 0),
-            0.98,
-            0.95,
             56,
-            huge_pages=False,
+            host=HostDetails(dict.fromkeys(SlotState, 0), 0.98, 0.95, huge_pages=False),
         )
     ],
     sessions=[SessionReading(3, Role.WORKER, "engine-a", 0, 4711, DIGEST, 3_700.0, 5, 6)],
@@ -71,7 +69,7 @@ def test_status_says_each_ratio_with_what_it_is_a_part_of():
     text = rendered(BUSY)
     assert "85.0% of 10,000 prompt tokens" in text
     assert "device (L0) held 25.0% of them: 2,500 tokens" in text
-    assert "host (L1) held 80.0% of the 7,500 tokens that the device did not: 6,000" in text
+    assert "host (L1) held 80.0% of the 7,500 tokens that the tiers above did not: 6,000" in text
     assert "90 of 100 offered blocks stored (10 duplicate)" in text
 
 

@@ -137,7 +137,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.take(data.draw(st.sampled_from(self.schedulers()), "session"), need, stock)
 
     def take(self, session, need, stock):
-        moves = self.cache._metrics.evictions.labels("host", EvictReason.SLAB_MOVE)._value.get()
+        moves = self.cache.metrics.evictions.labels("host", EvictReason.SLAB_MOVE)._value.get()
         before = {name: dict(sight.visible) for name, sight in self.sight.items()}
         slots = self.cache.reserve(session, need, stock)
         assert len(set(slots)) == len(slots)
@@ -145,7 +145,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert not held & set(slots), "a slot is promised once"
         held.update(slots)
         moved = (
-            moves < self.cache._metrics.evictions.labels("host", EvictReason.SLAB_MOVE)._value.get()
+            moves < self.cache.metrics.evictions.labels("host", EvictReason.SLAB_MOVE)._value.get()
         )
         self.follow_evictions(before, moved)
         return slots
@@ -200,10 +200,10 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_foreign_slot_is_not_committed(self, data):
         session = data.draw(st.sampled_from(self.schedulers()), "session")
-        counted = self.cache.traffic().stores[StoreOutcome.UNKNOWN_SLOT]
+        counted = self.cache.stores[StoreOutcome.UNKNOWN_SLOT]
         self.cache.commit(session, b"", chain("never", 1), [1 << 40])
         self.cache.abort(session, [1 << 40])
-        assert self.cache.traffic().stores[StoreOutcome.UNKNOWN_SLOT] == counted + 2
+        assert self.cache.stores[StoreOutcome.UNKNOWN_SLOT] == counted + 2
 
     @precondition(lambda self: self.schedulers())
     @rule(
@@ -219,7 +219,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         """Each lookup is a lease of its own, also of blocks that the session leases already."""
         sight = self.sight[self.name(session)]
         self.lookups += 1
-        slots, absent = self.cache.lookup(session, self.lookups, keys, start)
+        slots, absent, _ = self.cache.lookup(session, self.lookups, keys, start)
         expected = []
         for key in keys[start:]:
             if key not in sight.visible:
@@ -270,9 +270,9 @@ class HierarchyMachine(RuleBasedStateMachine):
         leased = {block.slot for blocks in session.leases.values() for block in blocks}
         visible = self.sight[self.name(session)].visible
         others = [visible[key] for key in keys if key in visible and visible[key] not in leased]
-        counted = self.cache.traffic().stores[StoreOutcome.UNKNOWN_SLOT]
+        counted = self.cache.stores[StoreOutcome.UNKNOWN_SLOT]
         self.cache.unreadable(session, [*others, 1 << 40])
-        assert self.cache.traffic().stores[StoreOutcome.UNKNOWN_SLOT] == counted + len(others) + 1
+        assert self.cache.stores[StoreOutcome.UNKNOWN_SLOT] == counted + len(others) + 1
 
     @precondition(lambda self: self.schedulers())
     @rule(data=st.data(), keys=st.sampled_from(PROMPTS))

@@ -12,6 +12,7 @@ from kvtier.errors import HelloRefused, StartError
 from kvtier.integrity import check_integrity
 from kvtier.metrics import Metrics
 from kvtier.policies import POLICIES
+from kvtier.readings import Readings
 from kvtier.tiers.host import HostOptions, HostTier, slab_size
 from kvtier.tiers.slab import HugePages
 from support import chain, hierarchy, manifest
@@ -116,8 +117,8 @@ def test_the_coldest_slab_moves_to_the_namespace_that_needs_it():
         taken.append(len(new.space.pool.slabs))
     assert taken[-1] >= 15
     assert taken == sorted(taken)
-    [reading] = cache.tiers()
-    assert reading.slots[SlotState.COMMITTED] == len(old.space.blocks) + len(new.space.blocks)
+    [reading] = Readings(cache).tiers()
+    assert reading.host.slots[SlotState.COMMITTED] == len(old.space.blocks) + len(new.space.blocks)
     cache.host.close()
 
 

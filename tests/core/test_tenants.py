@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from kvtier.core import Role
 from kvtier.protocol import Asked
+from kvtier.readings import Readings
 from kvtier.tenants import OTHER, TENANTS_AT_MOST, Tenants
-from support import MANIFEST, chain, hierarchy
+from support import MANIFEST, chain, hierarchy, tokens
 
 TOKENS = MANIFEST.block_tokens
 
@@ -34,24 +35,21 @@ def test_all_tenants_together_make_up_the_servers_totals(cache):
     session = cache.open_session(Role.SCHEDULER, "e", 0, 1, MANIFEST)
     keys = chain("document", 3)
     for number, tenant in enumerate(("", "a", "b", "a")):
-        cache.count(session, Asked(tenant, 10, 4, number))
+        cache.count(session, Asked(tenant, 10, 4, number, number in {1, 3}))
         cache.lookup(session, number, keys, 0, tenant)
     cache.commit(session, b"", keys, cache.reserve(session, 3, 0), "b")
-    readings = {reading.tenant: reading for reading in cache.tenants()}
+    readings = {reading.tenant: reading for reading in Readings(cache).tenants()}
     assert list(readings) == ["", "a", "b"]
-    assert (readings["a"].device_tokens_asked, readings["a"].device_tokens_hit) == (
-        20 * TOKENS,
-        8 * TOKENS,
-    )
-    assert (readings["a"].host_tokens_asked, readings["a"].host_tokens_hit) == (
-        12 * TOKENS,
-        4 * TOKENS,
-    )
+    of_a = tokens(readings["a"].traffic)
+    assert of_a["device"] == (20 * TOKENS, 8 * TOKENS)
+    assert of_a["host"] == (12 * TOKENS, 4 * TOKENS)
+    assert of_a["disk"] == (8 * TOKENS, 2 * TOKENS)
+    assert of_a["redis"] == (6 * TOKENS, 0)
     assert readings["a"].lookups == 2
     assert [reading.stored_blocks for reading in readings.values()] == [0, 0, 3]
-    traffic = cache.traffic()
-    assert (traffic.lookups, traffic.device_tokens_asked) == (4, 40 * TOKENS)
-    assert (traffic.host_tokens_asked, traffic.host_tokens_hit) == (24 * TOKENS, 6 * TOKENS)
+    assert sum(reading.lookups for reading in readings.values()) == 4
+    whole = {"device": (40 * TOKENS, 16 * TOKENS), "host": (24 * TOKENS, 6 * TOKENS)}
+    assert tokens(Readings(cache).traffic()) == whole, "the tiers that there are"
 
 
 def test_a_block_that_was_there_already_is_nobodys_store(cache):
@@ -59,4 +57,4 @@ def test_a_block_that_was_there_already_is_nobodys_store(cache):
     keys = chain("document", 3)
     for tenant in ("first", "second"):
         cache.commit(session, b"", keys, cache.reserve(session, 3, 0), tenant)
-    assert [(one.tenant, one.stored_blocks) for one in cache.tenants()] == [("first", 3)]
+    assert [(one.tenant, one.stored_blocks) for one in Readings(cache).tenants()] == [("first", 3)]

@@ -134,7 +134,7 @@ def send_rubbish(plane, clients, count):
             found = witness.lookup(b"".join(KEYS), 0)
             assert found is not None, "the witness is served"
             assert found.slots == slots, "its leased blocks stay"
-    until(lambda: len(plane.do(plane.cache.sessions)) == 1, "the end of all sessions but one")
+    until(lambda: len(plane.do(plane.readings.sessions)) == 1, "the end of all sessions but one")
     assert plane.closes("error") == 0, "no frame ran into an unforeseen error"
     assert plane.closes("malformed") > count // 50
     assert plane.closes("oversized") > count // 5000

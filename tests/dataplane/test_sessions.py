@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+from functools import partial
 
 import msgspec
 import pytest
@@ -16,12 +17,12 @@ from kvtier.core import (
     Role,
     SlotState,
     StoreOutcome,
-    TenantReading,
     Tier,
     unpack_slot,
 )
 from kvtier.errors import ProtocolError, StartError
-from support import MANIFEST, chain, manifest, until
+from kvtier.stats import read_stats
+from support import MANIFEST, chain, manifest, tokens, until
 
 KEYS = chain("document", 6)
 
@@ -39,11 +40,11 @@ def test_what_was_committed_is_found_and_leased(plane, clients):
     found = client.lookup(b"".join(KEYS), 1)
     assert found.slots == slots[1:]
     assert found.absent == []
-    [session] = plane.do(plane.cache.sessions)
+    [session] = plane.do(plane.readings.sessions)
     assert session.leased_blocks == 3
     client.send(wire.Step(0, releases=[found.seq]))
     assert client.lookup(b"".join(KEYS[:1]), 0).slots == slots[:1]
-    [session] = plane.do(plane.cache.sessions)
+    [session] = plane.do(plane.readings.sessions)
     assert session.leased_blocks == 1
 
 
@@ -53,7 +54,7 @@ def test_a_reserved_block_is_invisible_until_committed(plane, clients):
     assert client.lookup(KEYS[0], 0).slots == []
     client.send(wire.Step(0, aborts=slots))
     assert client.lookup(KEYS[0], 0).slots == []
-    assert plane.do(plane.cache.traffic).stores[StoreOutcome.ABORTED] == 2
+    assert plane.do(plane.readings.stores)[StoreOutcome.ABORTED] == 2
 
 
 def test_a_block_stored_twice_gives_its_slot_back(plane, clients):
@@ -61,7 +62,7 @@ def test_a_block_stored_twice_gives_its_slot_back(plane, clients):
     slots = store(one, KEYS)
     store(two, KEYS)
     assert two.lookup(b"".join(KEYS), 0).slots == slots
-    assert plane.do(plane.cache.traffic).stores[StoreOutcome.DUPLICATE] == len(KEYS)
+    assert plane.do(plane.readings.stores)[StoreOutcome.DUPLICATE] == len(KEYS)
 
 
 def test_bytes_travel_through_the_mapped_slab(plane, clients):
@@ -89,7 +90,7 @@ def test_a_late_release_of_the_first_lookup_keeps_what_the_second_leased(plane, 
     assert first.seq != second.seq
     client.send(wire.Step(0, releases=[first.seq]))
     assert not set(client.step(wire.Step(0, need=100)).slots) & set(slots), "a worker reads them"
-    [session] = plane.do(plane.cache.sessions)
+    [session] = plane.do(plane.readings.sessions)
     assert session.leased_blocks == len(KEYS)
     client.send(wire.Step(0, releases=[second.seq]))
     assert set(client.step(wire.Step(0, need=100)).slots) == set(slots)
@@ -135,7 +136,7 @@ def test_an_unreadable_block_goes_before_its_key_is_stored_again_in_the_same_ste
     assert client.lookup(b"".join(KEYS), 0).slots == [slots[0], fresh, slots[2]]
     evictions = plane.metrics.evictions.labels(Tier.HOST, EvictReason.UNREADABLE)
     assert plane.do(evictions._value.get) == 1
-    assert plane.do(plane.cache.traffic).stores[StoreOutcome.DUPLICATE] == 0
+    assert plane.do(plane.readings.stores)[StoreOutcome.DUPLICATE] == 0
 
 
 def test_no_session_can_drop_a_block_that_it_does_not_lease(plane, clients):
@@ -145,7 +146,7 @@ def test_no_session_can_drop_a_block_that_it_does_not_lease(plane, clients):
     two.lookup(b"".join(KEYS[:2]), 0)
     two.send(wire.Step(0, unreadable=[slots[3], 1 << 40, -1]))
     assert two.lookup(b"".join(KEYS), 0).slots == slots
-    assert plane.do(plane.cache.traffic).stores[StoreOutcome.UNKNOWN_SLOT] == 3
+    assert plane.do(plane.readings.stores)[StoreOutcome.UNKNOWN_SLOT] == 3
 
 
 def test_a_lost_scheduler_leaves_nothing_when_no_worker_lives(plane, clients):
@@ -154,9 +155,9 @@ def test_a_lost_scheduler_leaves_nothing_when_no_worker_lives(plane, clients):
     client.lookup(b"".join(KEYS), 0)
     client.step(wire.Step(0, need=5))
     client.close()
-    until(lambda: not plane.do(plane.cache.sessions), "the session's end")
-    [reading] = plane.do(plane.cache.tiers)
-    assert reading.slots[SlotState.RESERVED] == reading.slots[SlotState.LIMBO] == 0
+    until(lambda: not plane.do(plane.readings.sessions), "the session's end")
+    [reading] = plane.do(plane.readings.tiers)
+    assert reading.host.slots[SlotState.RESERVED] == reading.host.slots[SlotState.LIMBO] == 0
     assert reading.blocks == len(KEYS)
     assert not plane.do(lambda: plane.cache.engines)
 
@@ -167,7 +168,7 @@ def test_slots_of_a_lost_scheduler_wait_for_its_workers(plane, clients):
     slots = lost.step(wire.Step(0, need=5)).slots
     lost_session = lost.meet().session
     lost.close()
-    until(lambda: plane.do(plane.cache.tiers)[0].slots[SlotState.LIMBO] == 5, "limbo")
+    until(lambda: plane.do(plane.readings.tiers)[0].host.slots[SlotState.LIMBO] == 5, "limbo")
     again = clients()
     assert not set(again.step(wire.Step(0, need=58)).slots) & set(slots)
     again.send(wire.Step(0, settled=True))
@@ -228,11 +229,10 @@ def test_hit_ratios_have_both_denominators(plane, clients):
     client = clients()
     client.send(wire.Step(0, asked=[wire.Asked("", 10, 4, 3)]))
     client.lookup(KEYS[0], 0)
-    traffic = plane.do(plane.cache.traffic)
-    assert (traffic.device_tokens_asked, traffic.device_tokens_hit) == (160, 64)
-    assert (traffic.host_tokens_asked, traffic.host_tokens_hit) == (96, 48)
-    assert traffic.host_hit_ratio == 0.5
-    assert traffic.total_hit_ratio == 0.7
+    stats = plane.do(partial(read_stats, plane.readings, ready=True))
+    assert tokens(stats.traffic) == {"device": (160, 64), "host": (96, 48)}
+    assert stats.traffic[1].hit_ratio == 0.5
+    assert stats.total_hit_ratio == 0.7
 
 
 def test_what_is_asked_and_stored_is_counted_by_tenant(plane, clients):
@@ -245,11 +245,17 @@ def test_what_is_asked_and_stored_is_counted_by_tenant(plane, clients):
     client.send(wire.Step(0, commits=commits, asked=[wire.Asked("alice", 4, 1, 2)]))
     client.lookup(KEYS[0], 0, "alice")
     client.lookup(KEYS[0], 0, "bob")
-    readings = {reading.tenant: reading for reading in plane.do(plane.cache.tenants)}
-    assert readings == {
-        "": TenantReading("", 0, 0, 0, 0, 0, 1),
-        "alice": TenantReading("alice", 1, 64, 16, 48, 32, 3),
-        "bob": TenantReading("bob", 1, 0, 0, 0, 0, 0),
+    readings = {reading.tenant: reading for reading in plane.do(plane.readings.tenants)}
+    assert {name: (each.lookups, each.stored_blocks) for name, each in readings.items()} == {
+        "": (0, 1),
+        "alice": (1, 3),
+        "bob": (1, 0),
+    }
+    assert tokens(readings["alice"].traffic) == {
+        "device": (64, 16),
+        "host": (48, 32),
+        "disk": (16, 0),
+        "redis": (16, 0),
     }
 
 
@@ -272,7 +278,7 @@ def test_a_hello_that_does_not_fit_is_refused_by_name(plane, change, said):
     with pytest.raises(ProtocolError, match=said):
         Link(plane.path, hello, 5.0)
     assert plane.closes("refused") == 1
-    assert not plane.do(plane.cache.sessions)
+    assert not plane.do(plane.readings.sessions)
 
 
 def test_ranks_that_hold_the_same_shard_are_welcome(plane):

@@ -26,8 +26,8 @@ def engines(plane):
         engine.close()
     if not plane.thread.is_alive():
         return
-    until(lambda: not plane.do(plane.cache.sessions), "the end of all sessions")
-    slots = plane.do(plane.cache.tiers)[0].slots
+    until(lambda: not plane.do(plane.readings.sessions), "the end of all sessions")
+    slots = plane.do(plane.readings.tiers)[0].host.slots
     assert slots[SlotState.RESERVED] == slots[SlotState.LIMBO] == 0
     assert not any(
         block.leases

@@ -186,12 +186,12 @@ def lose(worker, slot):
 def blocks(plane):
     """Return how many blocks are visible, after a check that all agrees."""
     plane.do(check_integrity, plane.cache)
-    return plane.do(plane.cache.tiers)[0].blocks
+    return plane.do(plane.readings.tiers)[0].blocks
 
 
 def leased(plane):
     """Return how many leases of blocks there are."""
-    return sum(session.leased_blocks for session in plane.do(plane.cache.sessions))
+    return sum(session.leased_blocks for session in plane.do(plane.readings.sessions))
 
 
 def end_session(plane, client):

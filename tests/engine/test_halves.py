@@ -106,14 +106,14 @@ def test_a_failed_store_is_never_visible(plane, engines):
                 lose(worker, bad)
             worker.store(plan)
             reports.append(worker.take_report())
-        aborted = plane.do(plane.cache.traffic).stores[StoreOutcome.ABORTED]
+        aborted = plane.do(plane.readings.stores)[StoreOutcome.ABORTED]
         engine.scheduler.reported(reports[0])
         assert engines(f"early-{failing}", 2).run("q", f"prompt {failing}")[1] == 0, "one rank"
         engine.scheduler.reported(reports[1])
         probe = Request("probe", f"prompt {failing}", 4 * TOKENS + 1, list(range(16)))
         assert engine.scheduler.matched_tokens(probe, 0) <= 4 * TOKENS
         engine.scheduler.finished(probe, [])
-        now = plane.do(plane.cache.traffic).stores[StoreOutcome.ABORTED]
+        now = plane.do(plane.readings.stores)[StoreOutcome.ABORTED]
         assert now == aborted + 1
 
 
@@ -284,7 +284,7 @@ def test_a_restarted_server_is_noticed_by_workers_that_ask_it_nothing(planes, en
     def served():
         engine.run(f"t {served.count}")
         served.count += 1
-        return again.do(again.cache.tiers)[0].blocks == 4
+        return again.do(again.readings.tiers)[0].blocks == 4
 
     served.count = 0
     until(served, "a store on the new server")

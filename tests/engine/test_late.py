@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from late_paging import LatePaging
 from simulated import TOKENS, Request, blocks, end_session, leased
-from support import until
+from support import tokens, until
 
 pytestmark = pytest.mark.vllm
 POLLS = 6
@@ -177,7 +177,7 @@ def test_a_lost_block_of_a_late_load_is_reported_not_later_than_its_end(plane, e
 def test_a_request_that_comes_back_after_its_load_is_counted_once(plane, engines, late):
     engines("one").run("r")
     two = late("two")
-    before = plane.do(plane.cache.traffic)
+    before = tokens(plane.do(plane.readings.traffic))
     request = Request("s", blocks=range(20, 36))
     two.admit(request)
     two.carry_out(two.plan({}), {})
@@ -187,10 +187,10 @@ def test_a_request_that_comes_back_after_its_load_is_counted_once(plane, engines
     finish(two)
 
     def hits():
-        return plane.do(plane.cache.traffic).host_tokens_hit - before.host_tokens_hit
+        return tokens(plane.do(plane.readings.traffic))["host"][1] - before["host"][1]
 
     until(lambda: hits() == 4 * TOKENS, "the count")
-    assert plane.do(plane.cache.traffic).device_tokens_hit == before.device_tokens_hit
+    assert tokens(plane.do(plane.readings.traffic))["device"][1] == before["device"][1]
 
 
 def test_sealed_blocks_are_sealed_when_their_bytes_are_there(plane, engines, late):

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from kvtier.core import StoreOutcome
 from simulated import TOKENS, Request, blocks, end_session, leased, lose
-from support import until
+from support import tokens, until
 
 pytestmark = pytest.mark.vllm
 
@@ -55,8 +55,8 @@ def test_nothing_computed_on_top_of_a_failed_load_is_stored(plane, engines, lost
     assert len(plan.stores) == 4, "planned before anybody knows"
     failed, _ = two.carry_out(plan, {request: 4 * TOKENS})
     assert failed == {20 + lost}
-    stores = plane.do(plane.cache.traffic).stores
-    until(lambda: plane.do(plane.cache.traffic).stores[StoreOutcome.ABORTED] == 4, "the aborts")
+    stores = plane.do(plane.readings.stores)
+    until(lambda: plane.do(plane.readings.stores)[StoreOutcome.ABORTED] == 4, "the aborts")
     assert stores[StoreOutcome.COMMITTED] == 4, "those of the first engine"
     request.num_computed_tokens = (lost) * TOKENS
     two.step({request: (8 - lost) * TOKENS})
@@ -71,7 +71,7 @@ def test_nothing_becomes_visible_that_another_connectors_failed_load_may_lie_und
     engine.workers[0].store(plan)
     engine.scheduler.distrust()
     engine.collect()
-    until(lambda: plane.do(plane.cache.traffic).stores[StoreOutcome.ABORTED] == 6, "the aborts")
+    until(lambda: plane.do(plane.readings.stores)[StoreOutcome.ABORTED] == 6, "the aborts")
     assert blocks(plane) == 0
 
 
@@ -233,8 +233,9 @@ def test_requests_are_counted_for_their_tenants(plane, engines):
         engine.step({request: 6 * TOKENS})
 
     def counted():
-        readings = {each.tenant: each for each in plane.do(plane.cache.tenants)}
+        readings = {each.tenant: each for each in plane.do(plane.readings.tenants)}
         a = readings.get("a")
-        return a and (a.device_tokens_asked, a.host_tokens_hit, a.stored_blocks)
+        of_a = a and tokens(a.traffic)
+        return a and (of_a["device"][0], of_a["host"][1], a.stored_blocks)
 
     until(lambda: counted() == (10 * TOKENS, 5 * TOKENS, 6), "the counts")

@@ -268,8 +268,8 @@ def holds(server: Part, blocks: int, seconds: float = IDLE_SECONDS) -> None:
 
 def host_blocks(server: Part) -> int:
     """Return how many blocks the host tier has."""
-    [host] = json.loads(server.get("/v1/tiers"))
-    return host["blocks"]
+    blocks: int = json.loads(server.get("/v1/tiers/host"))["blocks"]
+    return blocks
 
 
 def no_leaks(server: Part, *engines: LocalEngine | OnlineEngine) -> None:
@@ -287,9 +287,9 @@ def _leaks(server: Part, engines: Sequence[LocalEngine | OnlineEngine]) -> Itera
     for each in json.loads(server.get("/v1/sessions")):
         if each["leased_blocks"] or each["reserved_slots"] > STOCK:
             yield f"a session with leases or too many slots: {each}"
-    [host] = json.loads(server.get("/v1/tiers"))
-    if host["slots"]["limbo"]:
-        yield f"slots in limbo: {host['slots']}"
+    slots = json.loads(server.get("/v1/tiers/host"))["host"]["slots"]
+    if slots["limbo"] or slots["promoting"]:
+        yield f"slots in limbo: {slots}"
 
 
 @contextlib.contextmanager

@@ -157,5 +157,5 @@ def test_a_prompt_larger_than_the_whole_host_tier_is_answered_and_leaves_nothing
         site.engine.forget()
         no_leaks(site.server, site.engine)
     assert got.cached, "the head of the prompt found no place"
-    [host] = json.loads(site.server.get("/v1/tiers"))
+    host = json.loads(site.server.get("/v1/tiers/host"))["host"]
     assert sum(host["slots"].values()) == slots

@@ -1,0 +1,381 @@
+"""One lower tier (L2) as the event loop sees it: what it holds and what it may hold.
+
+The store behind it does the I/O in the threads of a pool. This file keeps the index and the byte
+budget, names what goes, measures, and keeps the medium's failures from everybody else: what a tier
+that fails or hangs is asked for is a miss, and nothing here waits for it. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+
+from .core import (
+    PAGE_BYTES,
+    BlockKey,
+    EvictReason,
+    ReadOutcome,
+    WriteMode,
+    WriteOutcome,
+)
+from .health import Health
+from .metrics import Metrics
+from .policies import POLICIES
+from .records import Order, RecordIndex
+from .tiers.base import RecordStore, Space, Written
+from .tiers.breaker import BreakerOptions
+from .tiers.pool import Job, Pool, Urgency
+from .tiers.speed import Speed
+
+log = logging.getLogger("kvtier.lower")
+
+DROPS_AT_ONCE = 256
+"""Records that are removed with one job."""
+FULL_SHARE = 64
+"""Of what it holds, a tier on a full medium gives up 1 ÷ this before it writes again."""
+RESCAN_SECONDS = 5.0
+"""How often a directory that other servers may share is looked through for changes."""
+ORDERED_AT_ONCE = 500
+"""Records of a scan that the policy is told of in one turn of the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowerOptions:
+    """Settings of one lower tier. Sizes in bytes, times in seconds."""
+
+    capacity_bytes: int
+    policy: str = "lru"
+    write_mode: WriteMode = WriteMode.THROUGH
+    threads: int = 4
+    queue_bytes: int = 256 << 20
+    """Of blocks that wait to be written; more are dropped."""
+    stuck_seconds: float = 2.0
+    """A job that runs for longer opens the breaker, though it never returns."""
+    breaker: BreakerOptions = field(default_factory=BreakerOptions)
+
+
+class LowerTier:
+    """The index, the budget and the health of one store.
+
+    `post` hands a call to the event loop from any thread; `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        store: RecordStore,
+        options: LowerOptions,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        post: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self.store = store
+        self.tier = store.tier
+        self.options = options
+        self.write_mode = options.write_mode
+        self.speed = Speed()
+        self.health = Health(store.tier, options.breaker, metrics, clock)
+        self.health.full = self._give_up_some
+        self.scanned = False
+        """What was there at the start is in the index."""
+        self.queued_write_bytes = 0
+        self.queued_read_bytes = 0
+        self.evictions = 0
+        self._metrics = metrics
+        self._clock = clock
+        self._post = post
+        self._pool = Pool(store.tier, options.threads, post)
+        self._index = RecordIndex(POLICIES[options.policy]())
+        self._reserved = 0
+        """Bytes of writes under way."""
+        self._busy: Counter[str] = Counter()
+        """Writes and wipes under way by namespace."""
+        self._wiping: set[str] = set()
+        """Namespaces whose records are not to be used until they are removed."""
+        self._arrivals: deque[Callable[[], None]] = deque()
+        self._look_again = float("inf")
+        self._closed = False
+
+    # State.
+
+    @property
+    def used_bytes(self) -> int:
+        """What the medium gave for the records that this tier answers for."""
+        return self._index.used_bytes
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def holds(self, space: Space, key: BlockKey) -> bool:
+        """Return whether the index has the block, and it may be used now."""
+        return self._usable(space) and self._index.has(space.digest, key)
+
+    def askable(self, space: Space) -> bool:
+        """Return whether the medium must be asked for what the index does not know."""
+        return not self.store.listed and self._usable(space)
+
+    def expected(self, size: int) -> float | None:
+        """Return the seconds that reading `size` bytes would take now; None if unknown."""
+        return self.speed.seconds(size, self.queued_read_bytes, self._clock())
+
+    def touch(self, space: Space, keys: Sequence[BlockKey]) -> None:
+        """Record one use of a chain."""
+        self._index.touch(space.digest, keys)
+
+    def _usable(self, space: Space) -> bool:
+        return self.health.up and space.digest not in self._wiping
+
+    # Work.
+
+    def start(self) -> None:
+        """Get the store ready, and look at what it holds, in the background."""
+        self._pool.submit(Urgency.REQUEST, self.store.open, self._ready)
+
+    def find(self, space: Space, keys: Sequence[BlockKey], done: Callable[[int], None]) -> Job[int]:
+        """Ask the medium how many of `keys` it has from the first on; 0 if it can't say."""
+
+        def answered(job: Job[int]) -> None:
+            count = 0
+            if self.health.judge(job) and job.result is not None:
+                self._observe("find", job)
+                self.speed.asked(job.seconds)
+                count = job.result
+            done(count)
+
+        work = partial(self.store.find, space, keys)
+        return self._pool.submit(Urgency.REQUEST, work, answered)
+
+    def read(
+        self,
+        space: Space,
+        key: BlockKey,
+        into: memoryview,
+        urgency: Urgency,
+        done: Callable[[ReadOutcome], None],
+    ) -> Job[ReadOutcome]:
+        """Read a block into `into`, which is the job's until `done` was called.
+
+        A tier that fails says that it has lost the block.
+        """
+        self.speed.began(self._clock())
+        self.queued_read_bytes += len(into)
+
+        def ended(job: Job[ReadOutcome]) -> None:
+            outcome = job.result if self.health.judge(job) else None
+            moved = len(into) if outcome is ReadOutcome.READ else 0
+            self._end_read(len(into), moved)
+            self._observe("read", job)
+            if outcome in (ReadOutcome.MISSING, ReadOutcome.CORRUPT):
+                self._index.remove(space.digest, key)
+            self._metrics.reads.labels(self.tier, outcome or "failed").inc()
+            done(outcome or ReadOutcome.MISSING)
+
+        return self._pool.submit(urgency, partial(self.store.read, space, key, into), ended)
+
+    def give_up(self, job: Job[ReadOutcome], size: int) -> bool:
+        """Take back a read of `size` bytes that has not begun. Returns whether it was."""
+        if not self._pool.cancel(job):
+            return False
+        self._end_read(size, 0)
+        return True
+
+    def write(
+        self,
+        space: Space,
+        key: BlockKey,
+        parent: BlockKey,
+        payload: memoryview,
+        done: Callable[[WriteOutcome], None],
+    ) -> WriteOutcome | None:
+        """Write a block from `payload`, which is the job's until `done` was called.
+
+        Returns why the block is not written, and does not call `done` then: a tier that can't
+        keep up drops what comes.
+        """
+        if (refusal := self._refusal(space, len(payload))) is not None:
+            self._metrics.writes.labels(self.tier, refusal).inc()
+            return refusal
+        size = len(payload) + PAGE_BYTES
+        victims = self._evict(self.used_bytes + self._reserved + size - self._capacity)
+        self._begin_write(space, size)
+
+        def work() -> Written:
+            for namespace, keys in victims.items():
+                self.store.drop(namespace, keys)
+            return self.store.write(space, key, parent, payload)
+
+        def ended(job: Job[Written]) -> None:
+            self._end_write(space, size)
+            self._observe("write", job)
+            outcome = WriteOutcome.FAILED
+            if self.health.judge(job) and job.result is not None:
+                self._wrote(space, key, parent, job.result)
+                outcome = WriteOutcome.WRITTEN
+            self._metrics.writes.labels(self.tier, outcome).inc()
+            done(outcome)
+            self._wipe_what_is_quiet()
+
+        self._pool.submit(Urgency.WRITE, work, ended)
+        return None
+
+    def drop(self, space: Space, keys: Sequence[BlockKey], reason: EvictReason) -> None:
+        """Remove records of blocks that are wrong or not wanted."""
+        self._evicted(sum(self._index.remove(space.digest, key) for key in keys), reason)
+        if self.health.up:
+            self._drop({space.digest: list(keys)})
+
+    def wipe(self, space: Space) -> None:
+        """Drop everything of a namespace. Nothing of it is read or written until that is done."""
+        self._evicted(self._index.clear(space.digest), EvictReason.RESET)
+        self._wiping.add(space.digest)
+        self._wipe_what_is_quiet()
+
+    def tick(self) -> None:
+        """Look after the tier: probe it, notice what hangs, look for what others wrote."""
+        now = self._clock()
+        if self._closed:
+            return
+        waited = self._pool.oldest_seconds()
+        if self.health.breaker.closed and waited > self.options.stuck_seconds:
+            self.health.stuck(waited)
+        if waited <= self.options.stuck_seconds and self.health.breaker.probe_due(now):
+            self._pool.submit(Urgency.REQUEST, self.store.open, self._ready)
+        elif self.health.up and now >= self._look_again:
+            self._look()
+
+    def close(self) -> None:
+        """Forget what is queued; what hangs is left to itself."""
+        self._closed = True
+        self._pool.close()
+        self.store.close()
+
+    # What comes back.
+
+    def _ready(self, job: Job[None]) -> None:
+        if self.health.ready(job):
+            if not self.scanned and self._look_again == float("inf"):
+                self._look()
+            self._wipe_what_is_quiet()
+
+    def _refusal(self, space: Space, size: int) -> WriteOutcome | None:
+        if not self._usable(space):
+            return WriteOutcome.DOWN
+        if not self.health.writable or size + PAGE_BYTES > self._capacity:
+            return WriteOutcome.FULL
+        if self.queued_write_bytes + size > self.options.queue_bytes:
+            return WriteOutcome.QUEUE_FULL
+        return None
+
+    def _begin_write(self, space: Space, size: int) -> None:
+        self._reserved += size
+        self._busy[space.digest] += 1
+        self.queued_write_bytes += size
+
+    def _end_write(self, space: Space, size: int) -> None:
+        self._reserved -= size
+        self._busy[space.digest] -= 1
+        self.queued_write_bytes -= size
+
+    def _wrote(self, space: Space, key: BlockKey, parent: BlockKey, written: Written) -> None:
+        self._index.grew(space.digest, key[0], written.overhead_bytes)
+        self._metrics.written_bytes.labels(self.tier).inc(written.record_bytes)
+        if space.digest not in self._wiping:
+            self._index.add(space.digest, key, written.record_bytes, parent)
+
+    def _end_read(self, size: int, moved: int) -> None:
+        self.queued_read_bytes -= size
+        self.speed.ended(self._clock(), moved)
+        self._metrics.read_bytes.labels(self.tier).inc(moved)
+
+    def _observe(
+        self, op: str, job: Job[object] | Job[int] | Job[ReadOutcome] | Job[Written]
+    ) -> None:
+        self._metrics.tier_seconds.labels(self.tier, op).observe(job.seconds)
+
+    # Room.
+
+    @property
+    def _capacity(self) -> int:
+        return self.options.capacity_bytes
+
+    def _evict(self, size: int) -> dict[str, list[BlockKey]]:
+        """Take victims of `size` bytes out of the index. Returns them by namespace."""
+        victims: dict[str, list[BlockKey]] = {}
+        freed = 0
+        if size > 0:
+            for one in islice(self._index.coldest(), DROPS_AT_ONCE):
+                victims.setdefault(one.namespace, []).append(one.key)
+                freed += one.record_bytes
+                if freed >= size:
+                    break
+            self._evicted(sum(map(len, victims.values())), EvictReason.CAPACITY)
+        return victims
+
+    def _evicted(self, count: int, reason: EvictReason) -> None:
+        self.evictions += count
+        self._metrics.evictions.labels(self.tier, reason).inc(count)
+
+    def _drop(self, victims: dict[str, list[BlockKey]]) -> None:
+        for namespace, keys in victims.items():
+            work = partial(self.store.drop, namespace, keys)
+            self._pool.submit(Urgency.WRITE, work, self.health.judge)
+
+    def _give_up_some(self) -> None:
+        """The medium is full before the budget is: make room on it, for others too."""
+        self._drop(self._evict(max(self.used_bytes // FULL_SHARE, 1)))
+
+    def _wipe_what_is_quiet(self) -> None:
+        for digest in self._wiping:
+            if self.health.up and not self._busy[digest]:
+                self._busy[digest] += 1  # So that one wipe of it is under way at a time.
+                wiped = partial(self._wiped, digest)
+                self._pool.submit(Urgency.WRITE, partial(self.store.wipe, digest), wiped)
+
+    def _wiped(self, digest: str, job: Job[None]) -> None:
+        self._busy[digest] -= 1
+        if self.health.judge(job):
+            self._wiping.discard(digest)
+
+    # Looking at what is there.
+
+    def _look(self) -> None:
+        self._look_again = float("inf")
+        self._index.begin_look()
+        self._pool.submit(Urgency.PREFETCH, self._scan, self._looked)
+
+    def _scan(self) -> None:
+        """Hand over what the store holds, a part at a time. Runs in a thread."""
+        order = Order()
+        for listing in self.store.scan():
+            order.note(listing)
+            self._hand_in(partial(self._index.take_in, listing))
+        found = order.coldest_first()
+        for at in range(0, len(found), ORDERED_AT_ONCE):
+            self._hand_in(partial(self._index.order, found[at : at + ORDERED_AT_ONCE]))
+
+    def _hand_in(self, step: Callable[[], None]) -> None:
+        """Queue a step for the loop, from any thread; see `_arrive`."""
+        self._arrivals.append(step)
+        if len(self._arrivals) == 1:
+            self._post(self._arrive)
+
+    def _arrive(self) -> None:
+        """Take one step, and the next in a later turn, so that the loop is not held."""
+        if self._arrivals and not self._closed:
+            self._arrivals[0]()
+            self._arrivals.popleft()
+            if self._arrivals:
+                self._post(self._arrive)
+
+    def _looked(self, job: Job[None]) -> None:
+        self._hand_in(partial(self._all_known, self.health.judge(job)))
+
+    def _all_known(self, well: bool) -> None:
+        self._look_again = self._clock() + RESCAN_SECONDS
+        if well and not self.scanned:
+            self.scanned = True
+            log.info("the %s tier holds %d blocks", self.tier, len(self))
+        self._drop(self._evict(self.used_bytes + self._reserved - self._capacity))

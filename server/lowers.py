@@ -1,0 +1,98 @@
+"""The lower tiers of one server, as its settings want them, and their life from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from .config import Settings
+from .core import WriteMode
+from .errors import StartError
+from .lower import LowerOptions, LowerTier
+from .metrics import Metrics
+from .tiers.base import RecordStore
+from .tiers.breaker import BreakerOptions
+from .tiers.disk import DiskOptions, DiskStore
+
+TICK_SECONDS = 0.25
+DRAIN_POLL_SECONDS = 0.02
+SLOW_SECONDS = 2.0
+"""A call to the disk that takes longer counts as a failure."""
+QUEUE_SHARE = 8
+"""Blocks that wait to be written take the host tier's capacity ÷ this at most: they stay there."""
+
+
+def lower_tiers(
+    settings: Settings, metrics: Metrics, post: Callable[[Callable[[], None]], object]
+) -> list[LowerTier]:
+    """Return the tiers below the host tier, the faster first. Raises StartError, SettingsError."""
+    tiers = []
+    disk, redis = settings.disk, settings.redis
+    queue = settings.host.capacity // QUEUE_SHARE
+    if disk.path is not None:
+        options = LowerOptions(
+            capacity_bytes=disk.capacity,
+            policy=disk.policy,
+            write_mode=WriteMode(disk.write_mode),
+            threads=disk.threads,
+            queue_bytes=queue,
+            stuck_seconds=2 * SLOW_SECONDS,
+            breaker=BreakerOptions(slow=SLOW_SECONDS),
+        )
+        store: RecordStore = DiskStore(DiskOptions(disk.path, disk.keep_free))
+        tiers.append(LowerTier(store, options, metrics, time.monotonic, post))
+    if redis.url is not None:
+        options = LowerOptions(
+            capacity_bytes=redis.capacity,
+            policy=redis.policy,
+            write_mode=WriteMode(redis.write_mode),
+            threads=redis.connections,
+            queue_bytes=queue,
+            stuck_seconds=4 * redis.timeout_seconds,
+            breaker=BreakerOptions(slow=redis.timeout_seconds),
+        )
+        tiers.append(LowerTier(_redis(settings), options, metrics, time.monotonic, post))
+    return tiers
+
+
+def _redis(settings: Settings) -> RecordStore:
+    try:
+        from .tiers.redis import RedisOptions, RedisStore  # noqa: PLC0415  # An extra.
+    except ImportError as error:
+        raise StartError(
+            f"redis.url is set, but {error.name} is not installed: pip install 'kvtier[redis]'"
+        ) from None
+    redis = settings.redis
+    assert redis.url is not None, "there is a Redis tier"
+    return RedisStore(
+        RedisOptions(
+            url=redis.url,
+            username=redis.username,
+            password=settings.redis_password(),
+            timeout_seconds=redis.timeout_seconds,
+            ttl_seconds=redis.ttl_seconds,
+            ca_file=redis.ca_file,
+            cluster=redis.cluster,
+            connections=redis.connections,
+        )
+    )
+
+
+async def look_after(tiers: Sequence[LowerTier]) -> None:
+    """Start the tiers, and probe and check them until cancelled."""
+    for tier in tiers:
+        tier.start()
+    while True:
+        await asyncio.sleep(TICK_SECONDS)
+        for tier in tiers:
+            tier.tick()
+
+
+async def drain(tiers: Sequence[LowerTier], seconds: float) -> None:
+    """Wait until what is queued was written, `seconds` at most."""
+    end = time.monotonic() + seconds
+    while any(tier.queued_write_bytes for tier in tiers if tier.health.up):
+        if time.monotonic() > end:
+            return
+        await asyncio.sleep(DRAIN_POLL_SECONDS)

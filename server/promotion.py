@@ -1,0 +1,410 @@
+"""Promotion: blocks of lower tiers come to the host tier while a lookup waits for them.
+
+A lookup that finds more below than in the host tier waits, with a lease on what is there, until all
+of it was read into slots, or until its time is over: then it gets the prefix that has come by
+then. A block is read once, however many lookups wait for it (single-flight). Whether waiting is
+worth it is judged by what was measured (`worth.py`). Runs on the event loop, and never blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from .core import BlockKey, PromoteOutcome, ReadOutcome, Tier, WaitOutcome
+from .directory import Block, Namespace
+from .eviction import Evictor
+from .lower import LowerTier
+from .metrics import Metrics
+from .sessions import Session
+from .tiers.host import HostTier
+from .tiers.pool import Job, Urgency
+from .worth import LoadMode, Stretch, judge
+
+ASKED_AT_MOST = 4
+"""Times that one lookup asks media for more: each goes on where the one before ended."""
+
+
+class Answer(NamedTuple):
+    """What a lookup that waited gets: the packed slots of the blocks that it leases now."""
+
+    slots: list[int]
+    disk: int
+    """Blocks of these that came from the disk tier for it."""
+    redis: int
+
+
+class Timer(Protocol):
+    """A call that will be made, unless it is cancelled."""
+
+    def cancel(self) -> None:
+        """Do not make it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionOptions:
+    """When lower tiers are used, and for how many seconds a lookup waits for them at most."""
+
+    mode: LoadMode = LoadMode.AUTO
+    wait_seconds: float = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A lookup that waits. Positions count blocks of its request."""
+
+    session: Session
+    lease: int
+    keys: Sequence[BlockKey]
+    start: int
+    end: int
+    """Positions from `start` up to here have come, or are awaited."""
+    done: Callable[[Answer], None]
+    began: float
+    blocks: dict[int, Block] = field(default_factory=dict)
+    """Leased for it."""
+    origins: dict[int, Tier] = field(default_factory=dict)
+    awaited: dict[int, Incoming] = field(default_factory=dict)
+    asking: bool = False
+    asked: int = 0
+    cut: bool = False
+    timer: Timer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A block that is being read into a slot."""
+
+    space: Namespace
+    key: BlockKey
+    parent: BlockKey
+    slot: int
+    source: LowerTier
+    job: Job[ReadOutcome] | None = None
+    waiters: dict[Waiting, int] = field(default_factory=dict)
+    """Who waits for it, and at which position."""
+    discarded: bool = False
+
+
+Source = Block | Incoming | LowerTier
+
+
+class Promotions:
+    """All lookups that wait, and all blocks that are being read for them.
+
+    `later(seconds, call)` makes a call on the loop after so many seconds.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        evictor: Evictor,
+        lowers: Sequence[LowerTier],
+        metrics: Metrics,
+        clock: Callable[[], float],
+        later: Callable[[float, Callable[[], None]], Timer],
+    ) -> None:
+        self.options = PromotionOptions()
+        self.incoming: set[Incoming] = set()
+        """Everything that is being read, also what nobody waits for any more."""
+        self._host = host
+        self._evictor = evictor
+        self._lowers = lowers
+        self._metrics = metrics
+        self._clock = clock
+        self._later = later
+        self._waiting: dict[tuple[int, int], Waiting] = {}
+        self._coming: defaultdict[Namespace, dict[BlockKey, Incoming]] = defaultdict(dict)
+        """What is being read and will be visible then."""
+
+    def begin(
+        self,
+        session: Session,
+        lease: int,
+        keys: Sequence[BlockKey],
+        start: int,
+        done: Callable[[Answer], None],
+    ) -> float:
+        """Wait for more of `keys` than the session's lease has, if lower tiers have more.
+
+        Returns the seconds within which `done` is called, on a later turn of the loop; 0.0 if
+        there is nothing to wait for, and `done` is not called then.
+        """
+        leased = session.leases.get(lease, [])
+        end = start + len(leased)
+        if end >= len(keys) or not self._usable(session.space):
+            return 0.0
+        waiting = Waiting(session, lease, keys, start, end, done, self._clock())
+        waiting.blocks = dict(enumerate(leased, start))
+        self._extend(waiting)
+        if not waiting.awaited and not waiting.asking:
+            self._settle(waiting)
+            return 0.0
+        self._waiting[session.number, lease] = waiting
+        overdue = partial(self._end, waiting, WaitOutcome.OVERDUE)
+        waiting.timer = self._later(self.options.wait_seconds, overdue)
+        return self.options.wait_seconds
+
+    def waits(self, session: Session, lease: int) -> bool:
+        """Return whether such a lookup waits."""
+        return (session.number, lease) in self._waiting
+
+    def forget(self, session: Session, lease: int) -> None:
+        """The engine does not want this lookup any more; its lease is the caller's to end."""
+        if (waiting := self._waiting.get((session.number, lease))) is not None:
+            self._leave(waiting)
+            self._count(waiting, WaitOutcome.ABANDONED)
+
+    def forget_session(self, session: Session) -> None:
+        """The session ends, and with it all that it waits for."""
+        for number, lease in list(self._waiting):
+            if number == session.number:
+                self.forget(session, lease)
+
+    def discard(self, space: Namespace) -> None:
+        """The namespace is reset: nothing that is being read becomes visible."""
+        for one in self._coming[space].values():
+            one.discarded = True
+        self._coming.pop(space, None)
+        for waiting in list(self._waiting.values()):
+            if waiting.session.space is space:
+                waiting.end = waiting.start
+                self._end(waiting, WaitOutcome.SHORTER)
+
+    # Finding more.
+
+    def _usable(self, space: Namespace) -> bool:
+        if self.options.mode is LoadMode.NEVER:
+            return False
+        return bool(self._coming[space]) or any(lower.health.up for lower in self._lowers)
+
+    def _extend(self, waiting: Waiting) -> None:
+        """Take what is known to follow, then ask for what may follow that."""
+        self._take(waiting, self._known(waiting))
+        self._ask(waiting)
+
+    def _known(self, waiting: Waiting) -> list[Source]:
+        """Return where the next blocks are, as far as that is known without asking."""
+        space = waiting.session.space
+        found: list[Source] = []
+        for key in itertools.islice(waiting.keys, waiting.end, None):
+            source = self._source(space, key)
+            if source is None:
+                break
+            found.append(source)
+        return found
+
+    def _source(self, space: Namespace, key: BlockKey) -> Source | None:
+        resident = space.blocks.get(key) or self._coming[space].get(key)
+        if resident is not None:
+            return resident
+        for lower in self._lowers:
+            if lower.store.listed and lower.holds(space.records, key):
+                return lower
+        return None
+
+    def _ask(self, waiting: Waiting) -> None:
+        """Ask the first medium that has to be asked for what follows, if that pays."""
+        space = waiting.session.space
+        left = len(waiting.keys) - waiting.end
+        if waiting.cut or not left or waiting.asked >= ASKED_AT_MOST:
+            return
+        lower = next((one for one in self._lowers if one.askable(space.records)), None)
+        if lower is None:
+            return
+        block = self._block_seconds(waiting.session)
+        if block is not None and left * block <= (lower.speed.latency or 0.0):
+            return
+        waiting.asking = True
+        waiting.asked += 1
+        keys = waiting.keys[waiting.end :]
+        lower.find(space.records, keys, partial(self._told, waiting, lower))
+
+    def _told(self, waiting: Waiting, lower: LowerTier, count: int) -> None:
+        waiting.asking = False
+        if self._waiting.get((waiting.session.number, waiting.lease)) is not waiting:
+            return
+        if count and not waiting.cut:
+            space = waiting.session.space
+            keys = waiting.keys[waiting.end : waiting.end + count]
+            self._take(waiting, [self._source(space, key) or lower for key in keys])
+            self._extend(waiting)
+        self._end_if_over(waiting)
+
+    # Taking it.
+
+    def _take(self, waiting: Waiting, sources: Sequence[Source]) -> None:
+        """Await the blocks that are worth it, from `waiting.end` on."""
+        worth = self._worth(waiting, sources)
+        waiting.cut = waiting.cut or worth < len(sources)
+        places = list(enumerate(sources[:worth], waiting.end))
+        for at, source in places:
+            if isinstance(source, Block):  # First of all, so that none of them makes room.
+                self._lease(waiting, at, source)
+        for at, source in places:
+            coming: Source | None = source
+            if isinstance(source, LowerTier):
+                coming = self._read(waiting, at, source, worth)
+            if coming is None:
+                waiting.cut = True
+                return
+            if isinstance(coming, Incoming):
+                coming.waiters[waiting] = at
+                waiting.awaited[at] = coming
+            waiting.end = at + 1
+
+    def _read(self, waiting: Waiting, at: int, lower: LowerTier, wanted: int) -> Incoming | None:
+        """Begin to read a block into a slot; None if there is no slot for it."""
+        space = waiting.session.space
+        slot = self._evictor.make_room(space, wanted)
+        if slot is None:
+            self._metrics.promotions.labels(lower.tier, PromoteOutcome.NO_SLOT).inc()
+            return None
+        key, parent = waiting.keys[at], waiting.keys[at - 1] if at else b""
+        one = Incoming(space, key, parent, slot, lower)
+        self._coming[space][key] = one
+        self.incoming.add(one)
+        into = self._host.memory(slot, space.pool)
+        ended = partial(self._arrived, one)
+        one.job = lower.read(space.records, key, into, Urgency.REQUEST, ended)
+        return one
+
+    def _lease(self, waiting: Waiting, at: int, block: Block) -> None:
+        block.leases += 1
+        waiting.blocks[at] = block
+        waiting.session.leases.setdefault(waiting.lease, []).append(block)
+
+    def _worth(self, waiting: Waiting, sources: Sequence[Source]) -> int:
+        """Return how many of the blocks to await, and count those that are computed instead."""
+        if self.options.mode is LoadMode.ALWAYS:
+            return len(sources)
+        size = waiting.session.space.pool.slot_bytes
+        stretches: list[Stretch] = []
+        moved: dict[Tier, int] = {}
+        for tier, group in itertools.groupby(sources, key=_tier):
+            members = list(group)
+            seconds = 0.0
+            if isinstance(lower := members[0], LowerTier):
+                before = moved.get(tier, 0)
+                moved[tier] = before + len(members) * size
+                seconds = (lower.expected(moved[tier]) or 0.0) - (
+                    (lower.expected(before) or 0.0) if before else 0.0
+                )
+            stretches.append(Stretch(tier, len(members), seconds))
+        verdict = judge(stretches, self._block_seconds(waiting.session))
+        for tier, blocks in verdict.skipped.items():
+            if tier is not Tier.HOST:
+                self._metrics.skipped_blocks.labels(tier).inc(blocks)
+                self._metrics.skipped_seconds.labels(tier).inc(verdict.saved_seconds[tier])
+        return verdict.blocks
+
+    def _block_seconds(self, session: Session) -> float | None:
+        """Return what the engine takes to compute a block; None if that is not measured yet."""
+        if self.options.mode is LoadMode.ALWAYS or session.engine.prefill_rate is None:
+            return None
+        return session.space.manifest.block_tokens / session.engine.prefill_rate
+
+    # What arrives.
+
+    def _arrived(self, one: Incoming, outcome: ReadOutcome) -> None:
+        self._came(one)
+        block, became = self._place(one, outcome)
+        self._metrics.promotions.labels(one.source.tier, became).inc()
+        for waiting, at in list(one.waiters.items()):
+            waiting.awaited.pop(at, None)
+            if block is None:
+                self._cut(waiting, at)
+            else:
+                self._lease(waiting, at, block)
+                waiting.origins[at] = one.source.tier
+            self._end_if_over(waiting)
+
+    def _came(self, one: Incoming) -> None:
+        """It is not on its way any more."""
+        self.incoming.discard(one)
+        coming = self._coming[one.space]
+        if coming.get(one.key) is one:
+            del coming[one.key]
+
+    def _place(self, one: Incoming, outcome: ReadOutcome) -> tuple[Block | None, PromoteOutcome]:
+        """Make what was read visible, unless it is there by now or must not be."""
+        space = one.space
+        resident = space.blocks.get(one.key)
+        if outcome is ReadOutcome.READ and not one.discarded and resident is None:
+            block = space.add(one.key, one.parent, one.slot)
+            space.pool.policy.insert(one.key, space.pool.slot_bytes, one.parent or None)
+            self._evictor.use(space.pool, [one.slot])
+            return block, PromoteOutcome.PROMOTED
+        self._host.give_back(space.pool, one.slot)
+        if one.discarded:
+            return None, PromoteOutcome.DISCARDED
+        if resident is not None:
+            return resident, PromoteOutcome.DUPLICATE
+        return None, PromoteOutcome.LOST
+
+    def _cut(self, waiting: Waiting, at: int) -> None:
+        """Nothing from a position on is any good to a lookup."""
+        waiting.end = min(waiting.end, at)
+        waiting.cut = True
+        for later in [place for place in waiting.awaited if place >= at]:
+            self._drop_waiter(waiting, waiting.awaited.pop(later))
+
+    def _drop_waiter(self, waiting: Waiting, one: Incoming) -> None:
+        """One lookup less waits for a block; a read that nobody waits for need not begin."""
+        one.waiters.pop(waiting, None)
+        size = one.space.pool.slot_bytes
+        if not one.waiters and one.job is not None and one.source.give_up(one.job, size):
+            self._came(one)
+            self._host.give_back(one.space.pool, one.slot)
+
+    # The end of waiting.
+
+    def _end_if_over(self, waiting: Waiting) -> None:
+        known = self._waiting.get((waiting.session.number, waiting.lease)) is waiting
+        if known and not waiting.asking and not waiting.awaited:
+            self._end(waiting, WaitOutcome.SHORTER if waiting.cut else WaitOutcome.COMPLETE)
+
+    def _end(self, waiting: Waiting, outcome: WaitOutcome) -> None:
+        self._leave(waiting)
+        self._count(waiting, outcome)
+        ready = self._settle(waiting)
+        origins = [waiting.origins.get(at) for at in range(waiting.start, ready)]
+        slots = [waiting.blocks[at].slot for at in range(waiting.start, ready)]
+        waiting.done(Answer(slots, origins.count(Tier.DISK), origins.count(Tier.REDIS)))
+
+    def _settle(self, waiting: Waiting) -> int:
+        """Keep leases on the prefix that came, in order. Returns where it ends."""
+        ready = waiting.start
+        while ready < waiting.end and ready in waiting.blocks:
+            ready += 1
+        kept = [waiting.blocks.pop(at) for at in range(waiting.start, ready)]
+        self._evictor.unlease(waiting.session.space, waiting.blocks.values())
+        waiting.blocks = dict(enumerate(kept, waiting.start))
+        waiting.session.leases.pop(waiting.lease, None)
+        if kept:
+            waiting.session.leases[waiting.lease] = kept
+        return ready
+
+    def _leave(self, waiting: Waiting) -> None:
+        del self._waiting[waiting.session.number, waiting.lease]
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+        for one in _taken(waiting.awaited):
+            self._drop_waiter(waiting, one)
+
+    def _count(self, waiting: Waiting, outcome: WaitOutcome) -> None:
+        self._metrics.waits.labels(outcome).inc()
+        self._metrics.wait_seconds.observe(self._clock() - waiting.began)
+
+
+def _taken(awaited: dict[int, Incoming]) -> Iterable[Incoming]:
+    while awaited:
+        yield awaited.popitem()[1]
+
+
+def _tier(source: Source) -> Tier:
+    return source.tier if isinstance(source, LowerTier) else Tier.HOST

@@ -1,0 +1,167 @@
+"""The threads of one lower tier: a bounded pool in which reads go first.
+
+Jobs are posted and their results are taken on the event loop; the work itself runs in a thread and
+touches nothing but the bytes that it was given. One thread is always kept from writes, so that a
+read waits for one other job at most. A thread that hangs in the kernel hangs alone: nothing here
+waits for it, and it does not keep the process alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+RESULTS_AT_ONCE = 32
+"""Results that are handed over in one turn of the loop, so that it is not held for long."""
+
+
+class Urgency(IntEnum):
+    """Who waits for a job. The lower goes first."""
+
+    REQUEST = 0
+    """A request that an engine has asked for."""
+    PREFETCH = 1
+    WRITE = 2
+
+
+class Job(Generic[T]):
+    """One piece of work. `done` is called on the loop with its result, unless it was cancelled."""
+
+    __slots__ = ("done", "error", "result", "seconds", "started", "urgency", "work")
+
+    def __init__(
+        self, urgency: Urgency, work: Callable[[], T], done: Callable[[Job[T]], object]
+    ) -> None:
+        self.urgency = urgency
+        self.work: Callable[[], T] | None = work
+        self.done = done
+        self.result: T | None = None
+        self.error: Exception | None = None
+        self.started = 0.0
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        """Do the work, in a thread. What it raises is the job's result too."""
+        self.started = time.monotonic()
+        assert self.work is not None, "a job runs once"
+        try:
+            self.result = self.work()
+        except Exception as error:  # noqa: BLE001  # The top of a thread; `done` deals with it.
+            self.error = error
+        self.work = None
+        self.seconds = time.monotonic() - self.started
+
+
+class Pool:
+    """Threads that are started when there is work for them, `threads` at most.
+
+    `post` hands a call to the event loop from any thread.
+    """
+
+    def __init__(
+        self, name: str, threads: int, post: Callable[[Callable[[], None]], object]
+    ) -> None:
+        assert threads > 1, "one thread is kept from writes"
+        self._name = name
+        self._most = threads
+        self._post = post
+        self._changed = threading.Condition()
+        # Guarded by the condition:
+        self._queues: dict[Urgency, deque[Job[object]]] = {each: deque() for each in Urgency}
+        self._running: set[Job[object]] = set()
+        self._threads = 0
+        self._idle = 0
+        self._closed = False
+        self._finished: deque[Job[object]] = deque()
+        self._posted = False
+
+    def submit(
+        self, urgency: Urgency, work: Callable[[], T], done: Callable[[Job[T]], object]
+    ) -> Job[T]:
+        """Queue a job. Its caller bounds how many there are."""
+        job = Job(urgency, work, done)
+        with self._changed:
+            assert not self._closed, "the pool takes jobs until it is closed"
+            self._queues[urgency].append(job)  # type: ignore[arg-type]
+            if self._idle:
+                self._changed.notify()
+            elif self._threads < self._most:
+                self._threads += 1
+                name = f"kvtier-{self._name}-{self._threads}"
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+        return job
+
+    def cancel(self, job: Job[T]) -> bool:
+        """Take back a job that has not begun. Returns whether it was; `done` is not called then."""
+        with self._changed:
+            queue = self._queues[job.urgency]
+            try:
+                queue.remove(job)  # type: ignore[arg-type]
+            except ValueError:
+                return False
+        return True
+
+    def oldest_seconds(self) -> float:
+        """Return for how long the job that began first has been running; 0.0 if none is."""
+        with self._changed:
+            began = min((job.started for job in self._running if job.started), default=None)
+        return 0.0 if began is None else time.monotonic() - began
+
+    def waiting(self, urgency: Urgency) -> int:
+        """Return how many jobs are queued."""
+        return len(self._queues[urgency])
+
+    def close(self) -> None:
+        """Forget what is queued and let the threads end; does not wait for them."""
+        with self._changed:
+            self._closed = True
+            for queue in self._queues.values():
+                queue.clear()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            job.run()
+            with self._changed:
+                self._running.discard(job)
+                self._finished.append(job)
+                wake = not self._posted and not self._closed
+                self._posted = self._posted or wake
+                if self._queues[Urgency.WRITE] and self._idle:
+                    self._changed.notify()  # It may have been held back by the write that ended.
+            if wake:
+                self._post(self._hand_over)
+
+    def _next(self) -> Job[object] | None:
+        with self._changed:
+            while not self._closed:
+                for urgency, queue in self._queues.items():
+                    if queue and (urgency is not Urgency.WRITE or self._may_write()):
+                        job = queue.popleft()
+                        self._running.add(job)
+                        return job
+                self._idle += 1
+                self._changed.wait()
+                self._idle -= 1
+        return None
+
+    def _may_write(self) -> bool:
+        writes = sum(job.urgency is Urgency.WRITE for job in self._running)
+        return writes < self._most - 1
+
+    def _hand_over(self) -> None:
+        with self._changed:
+            count = min(len(self._finished), RESULTS_AT_ONCE)
+            jobs = [self._finished.popleft() for _ in range(count)]
+            self._posted = bool(self._finished) and not self._closed
+            again = self._posted
+        for job in jobs:
+            job.done(job)
+        if again:
+            self._post(self._hand_over)

@@ -1,0 +1,311 @@
+"""The exchange with a Redis server, on a socket that is connected: requests out, replies in.
+
+Bytes of blocks go from the caller's memory into the socket and from the socket into the caller's
+memory, without a copy between. Whatever goes wrong, and every reply that is an error, is an
+exception that leaves the exchange unusable: its connection must be closed, so that no reply is
+ever taken for another request's.
+
+The deadline of a call is kept over all its sends and receives: a peer that sends byte by byte
+cannot stretch it.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+from ..errors import KVTierError
+
+Piece: TypeAlias = bytes | memoryview
+Reply: TypeAlias = "bytes | int | list[Reply] | None"
+
+END = b"\r\n"
+AHEAD_BYTES = 16 << 10
+"""What is received at once where a line is expected. What it has of a payload is copied."""
+SEND_BYTES = 256 << 10
+"""What is given to TLS at once."""
+REPLY_LIMIT = 1 << 20
+"""Bytes of a line or a bulk string that is no payload, and members of an array."""
+SHORTEST = 0.001
+"""Seconds. A socket takes zero for no limit at all."""
+
+
+class Late(KVTierError):
+    """The deadline of a call has passed."""
+
+
+class Closed(KVTierError):
+    """The peer has closed the connection."""
+
+
+class Surprise(KVTierError):
+    """What came is not the reply that was due."""
+
+
+class Refusal(KVTierError):
+    """The server replied with an error."""
+
+    def __init__(self, line: bytes) -> None:
+        text = line.decode("ascii", "replace").lstrip("-")
+        super().__init__(text[:200])
+        self.code = text.split(" ", 1)[0]
+        """The first word: `OOM`, `MOVED`, `ERR`."""
+
+
+class Deadline:
+    """When a call must be done."""
+
+    __slots__ = ("_clock", "_end")
+
+    def __init__(self, clock: Callable[[], float], seconds: float) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+
+    def left(self) -> float:
+        """Return the seconds that are left, more than none. Raises Late."""
+        left = self._end - self._clock()
+        if left <= 0:
+            raise Late("the time of the call is over")
+        return max(left, SHORTEST)
+
+    def share(self, parts: int) -> Deadline:
+        """Return a deadline after one of `parts` equal parts of the time that is left."""
+        return Deadline(self._clock, self.left() / parts)
+
+
+class Wire(Protocol):
+    """A connected socket with deadlines."""
+
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        """Send all bytes of all pieces."""
+
+    def some(self, deadline: Deadline) -> bytes:
+        """Wait for bytes and return up to `AHEAD_BYTES`; none means that the peer has closed."""
+
+    def fill(self, into: memoryview, deadline: Deadline) -> None:
+        """Receive until `into` is full. Raises Closed."""
+
+    def silent(self) -> bool:
+        """Return whether the peer has sent nothing and keeps the connection."""
+
+
+class PlainWire:
+    """A TCP or unix socket: the kernel waits for whole payloads, within the time that is left."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        self._sock = sock
+
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        """Send all bytes of all pieces."""
+        rest = [memoryview(piece) for piece in pieces]
+        while rest:
+            try:
+                sent = self._sock.sendmsg(rest, [], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait_to_send(deadline)
+                continue
+            while rest and sent >= len(rest[0]):
+                sent -= len(rest.pop(0))
+            if rest:
+                rest[0] = rest[0][sent:]
+
+    def some(self, deadline: Deadline) -> bytes:
+        """Wait for bytes and return up to `AHEAD_BYTES`; none means that the peer has closed."""
+        self._limit(deadline)
+        try:
+            return self._sock.recv(AHEAD_BYTES)
+        except BlockingIOError:
+            raise Late("no reply in time") from None
+
+    def fill(self, into: memoryview, deadline: Deadline) -> None:
+        """Receive until `into` is full. Raises Closed."""
+        while into:
+            self._limit(deadline)
+            try:
+                received = self._sock.recv_into(into, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise Late("no reply in time") from None
+            if not received:
+                raise Closed("closed within a reply")
+            into = into[received:]
+
+    def silent(self) -> bool:
+        """Return whether the peer has sent nothing and keeps the connection."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def _limit(self, deadline: Deadline) -> None:
+        seconds, fraction = divmod(deadline.left(), 1)
+        limit = struct.pack("ll", int(seconds), int(fraction * 1_000_000))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def _wait_to_send(self, deadline: Deadline) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        if not poll.poll(deadline.left() * 1000):
+            raise Late("the server takes no bytes in time")
+
+
+class TlsWire:
+    """A TLS socket. Python encrypts and decrypts; a payload is copied once in that."""
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._sock = sock
+
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        """Send all bytes of all pieces."""
+        try:
+            for piece in pieces:
+                rest = memoryview(piece)
+                while rest:
+                    self._sock.settimeout(deadline.left())
+                    rest = rest[self._sock.send(rest[:SEND_BYTES]) :]
+        except TimeoutError:
+            raise Late("the server takes no bytes in time") from None
+
+    def some(self, deadline: Deadline) -> bytes:
+        """Wait for bytes and return up to `AHEAD_BYTES`; none means that the peer has closed."""
+        self._sock.settimeout(deadline.left())
+        try:
+            return self._sock.recv(AHEAD_BYTES)
+        except TimeoutError:
+            raise Late("no reply in time") from None
+
+    def fill(self, into: memoryview, deadline: Deadline) -> None:
+        """Receive until `into` is full. Raises Closed."""
+        while into:
+            self._sock.settimeout(deadline.left())
+            try:
+                received = self._sock.recv_into(into)
+            except TimeoutError:
+                raise Late("no reply in time") from None
+            if not received:
+                raise Closed("closed within a reply")
+            into = into[received:]
+
+    def silent(self) -> bool:
+        """Return whether the peer has sent nothing and keeps the connection."""
+        self._sock.settimeout(0)
+        try:
+            self._sock.recv(1)
+        except ssl.SSLWantReadError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+class Exchange:
+    """Requests and replies of one connection, for one thread at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._wire: Wire = TlsWire(sock) if isinstance(sock, ssl.SSLSocket) else PlainWire(sock)
+        self._ahead = b""
+        """Received, and not asked for yet."""
+
+    @property
+    def unread(self) -> bool:
+        """Whether more was received than was asked for."""
+        return bool(self._ahead)
+
+    @property
+    def clean(self) -> bool:
+        """Whether the connection stands and no byte lies unread: the next reply will be the right
+        request's."""
+        return not self._ahead and self._wire.silent()
+
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        """Send requests, any number in any pieces. Raises Late, OSError."""
+        self._wire.send(pieces, deadline)
+
+    def lines(self, count: int, deadline: Deadline) -> list[bytes]:
+        """Return the next `count` lines, without their ends. Raises Refusal if one is an error."""
+        data = self._ahead
+        while len(lines := data.split(END, count)) <= count:
+            if len(data) > REPLY_LIMIT:
+                raise Surprise("a line without end")
+            more = self._wire.some(deadline)
+            if not more:
+                raise Closed("the server closed the connection")
+            data += more
+        self._ahead = lines.pop()
+        for line in lines:
+            if line.startswith(b"-"):
+                raise Refusal(line)
+        return lines
+
+    def number(self, mark: bytes, deadline: Deadline) -> int:
+        """Return the number on the next line, after `mark`: a length, or -1 for nothing."""
+        (line,) = self.lines(1, deadline)
+        if not line.startswith(mark):
+            raise Surprise(f"{line[:20]!r} where {mark!r} was due")
+        return _integer(line)
+
+    def fill(self, into: memoryview, deadline: Deadline) -> None:
+        """Take the next bytes, exactly as many as `into` has, and the line's end after them."""
+        ahead = min(len(into), len(self._ahead))
+        into[:ahead] = self._ahead[:ahead]
+        self._ahead = self._ahead[ahead:]
+        if ahead < len(into):
+            self._wire.fill(into[ahead:], deadline)
+        if self.lines(1, deadline) != [b""]:
+            raise Surprise("a value that is longer than it says")
+
+    def reply(self, deadline: Deadline) -> Reply:
+        """Return the next reply, whatever it is. Not for payloads. Raises Refusal."""
+        (line,) = self.lines(1, deadline)
+        match line[:1]:
+            case b"+":
+                return line[1:]
+            case b":":
+                return _integer(line)
+            case b"$":
+                return self._bulk(_integer(line), deadline)
+            case b"*":
+                return [self.reply(deadline) for _ in range(_limited(_integer(line)))]
+            case _:
+                raise Surprise(f"no reply begins with {line[:20]!r}")
+
+    def _bulk(self, size: int, deadline: Deadline) -> bytes | None:
+        if size < 0:
+            return None
+        value = bytearray(_limited(size))
+        self.fill(memoryview(value), deadline)
+        return bytes(value)
+
+
+def request(*words: Piece) -> list[Piece]:
+    """Return a request in pieces: memory views as they are, and what lies between them joined."""
+    pieces: list[Piece] = []
+    between = b"*%d\r\n" % len(words)
+    for word in words:
+        between += b"$%d\r\n" % len(word)
+        if isinstance(word, memoryview):
+            pieces += [between, word]
+            between = END
+        else:
+            between += word + END
+    return [*pieces, between]
+
+
+def _integer(line: bytes) -> int:
+    try:
+        return int(line[1:])
+    except ValueError:
+        raise Surprise(f"{line[:20]!r} is no number") from None
+
+
+def _limited(size: int) -> int:
+    if size > REPLY_LIMIT:
+        raise Surprise(f"a reply of {size} is too long")
+    return size
