@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from . import __version__
-from .config import Settings, descriptions, load_settings
+from .config import descriptions, load_settings
 from .errors import KVTierError
 
 app = typer.Typer(
@@ -26,6 +26,8 @@ Config = Annotated[Path | None, typer.Option("--config", help="YAML file with se
 Socket = Annotated[str | None, typer.Option("--socket", help="Unix socket for engines.")]
 Capacity = Annotated[str | None, typer.Option("--capacity", help="Host memory, such as 20GiB.")]
 Port = Annotated[str | None, typer.Option("--port", help="TCP port of the HTTP control plane.")]
+Disk = Annotated[str | None, typer.Option("--disk", help="Directory for blocks on disk.")]
+Redis = Annotated[str | None, typer.Option("--redis", help="URL of a Redis for blocks.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Url = Annotated[str, typer.Option("--url", help="Address of a server's control plane.")]
 
@@ -41,10 +43,16 @@ def main() -> None:
 
 @app.command()
 def serve(
-    config: Config = None, socket: Socket = None, capacity: Capacity = None, port: Port = None
+    config: Config = None,
+    socket: Socket = None,
+    capacity: Capacity = None,
+    port: Port = None,
+    disk: Disk = None,
+    redis: Redis = None,
 ) -> None:
     """Run a server until SIGTERM or SIGINT."""
-    settings = _settings(config, socket, capacity, port)  # First: it may end the start.
+    given = _given(socket, capacity, port, disk, redis)
+    settings = load_settings(config, given)  # First: it may end the start.
     from .serve import serve as run_server  # noqa: PLC0415
 
     run_server(settings)
@@ -57,13 +65,16 @@ def up(
     socket: Socket = None,
     capacity: Capacity = None,
     port: Port = None,
+    disk: Disk = None,
+    redis: Redis = None,
 ) -> None:
     """Run a server and vLLM beside it: kvtier up -- MODEL [arguments of vllm serve]."""
     if not context.args:
         raise typer.BadParameter("name a model, such as: kvtier up -- path/to/model")
     from .up import run_up  # noqa: PLC0415
 
-    sys.exit(run_up(context.args, _settings(config, socket, capacity, port)))
+    given = _given(socket, capacity, port, disk, redis)
+    sys.exit(run_up(context.args, load_settings(config, given)))
 
 
 @app.command()
@@ -80,11 +91,13 @@ def show_config(
     socket: Socket = None,
     capacity: Capacity = None,
     port: Port = None,
+    disk: Disk = None,
+    redis: Redis = None,
     as_json: AsJson = False,
     explain: Annotated[bool, typer.Option(help="Say what each setting does.")] = False,
 ) -> None:
     """Show the settings that a server would run with here, as a settings file."""
-    settings = _settings(config, socket, capacity, port)
+    settings = load_settings(config, _given(socket, capacity, port, disk, redis))
     if as_json:
         typer.echo(json.dumps(settings.effective(), indent=2))
         return
@@ -127,11 +140,20 @@ def version() -> None:
     typer.echo(__version__)
 
 
-def _settings(
-    config: Path | None, socket: str | None, capacity: str | None, port: str | None
-) -> Settings:
-    given = {"socket": socket, "host.capacity": capacity, "http.port": port}
-    return load_settings(config, given)
+def _given(
+    socket: str | None,
+    capacity: str | None,
+    port: str | None,
+    disk: str | None,
+    redis: str | None,
+) -> dict[str, str | None]:
+    return {
+        "socket": socket,
+        "host.capacity": capacity,
+        "http.port": port,
+        "disk.path": disk,
+        "redis.url": redis,
+    }
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class RedisStore(RecordStore):
     """
 
     tier = Tier.REDIS
+    listed = False
 
     def __init__(self, options: RedisOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
