@@ -53,6 +53,8 @@ class Site:
             return connected()
 
         until(met, "the engine's sessions")
+        self.engine.forget()
+        self.engine.complete(prompt(99, BLOCK + 3), 1)  # Now the worker has let go of old slabs.
         until(lambda: all(each["lower"]["scanned"] for each in self.lowers()), "the scan")
 
     def lowers(self):
