@@ -4,10 +4,12 @@
 
 Records go from and to slots in a slab, through a pool of two threads. fio has two jobs (psync,
 O_DIRECT, one call a file), reads the very files that the store wrote, and writes as many of the
-same size; neither asks for fsync. The two are measured in turn, and each pair gives a ratio. A
-scan is that of a server that starts, over 100,000 files, beside `find` that prints path, size,
-blocks and time of each. The default directory is a temporary one. Its file system must know
-O_DIRECT: what lies in the page cache is no measurement of a disk.
+same size; neither asks for fsync, and both have one piece of memory for each thread. They are
+measured in turn, each first in every other pair, after a pause in which a medium that rations its
+bandwidth may recover; each pair gives a ratio. A scan is that of a server that starts, over
+100,000 files, beside `find` that prints path, size, blocks and time of each. The default directory
+is a temporary one. Its file system must know O_DIRECT: what lies in the page cache is no
+measurement of a disk.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from kvtier.codec import HEADER_PAGE_BYTES
 from kvtier.core import PAGE_BYTES, ReadOutcome, align_up
@@ -41,7 +44,8 @@ PAYLOAD_BYTES = (1_474_560, align_up(6_000_000, PAGE_BYTES))
 BATCH_BYTES = 384 << 20
 """What one measurement reads or writes."""
 THREADS = 2
-PAIRS = 7
+PAIRS = 8
+PAUSE_SECONDS = 0.5
 SCANNED_FILES = 100_000
 FIO_SECONDS_AT_MOST = 120
 
@@ -78,28 +82,33 @@ def reads(payload_bytes: int, path: Path | None = None) -> list[Pair]:
     """Measure reads."""
     with _bench(payload_bytes, path) as bench:
         bench.each(bench.write)
-        command = bench.fio("read", bench.files(), "--allow_file_create=0")
+        folder = bench.links()
+        command = bench.fio("read", folder, "--allow_file_create=0")
         bench.each(bench.read)
-        return [Pair(bench.each(bench.read), _fio_speed(command, "read")) for _ in range(PAIRS)]
+        return _pairs(lambda: bench.each(bench.read), lambda: _fio_speed(command, "read"))
 
 
 def writes(payload_bytes: int, path: Path | None = None) -> list[Pair]:
     """Measure writes of files that are not there yet."""
     with _bench(payload_bytes, path) as bench:
         folder = bench.folder / "fio"
-        names = [folder / f"{number}" for number in range(len(bench.keys))]
-        command = bench.fio("write", names, "--create_on_open=1", "--fallocate=none")
+        command = bench.fio("write", folder, "--create_on_open=1", "--fallocate=none")
 
-        def pair() -> Pair:
-            ours = bench.each(bench.write)
-            bench.store.wipe(bench.space.digest)
+        def ours() -> float:
+            try:
+                return bench.each(bench.write)
+            finally:
+                bench.store.drop(bench.space.digest, bench.keys)  # Folders are made once.
+
+        def theirs() -> float:
             folder.mkdir()
-            theirs = _fio_speed(command, "write")
-            shutil.rmtree(folder)
-            return Pair(ours, theirs)
+            try:
+                return _fio_speed(command, "write")
+            finally:
+                shutil.rmtree(folder)
 
-        pair()
-        return [pair() for _ in range(PAIRS)]
+        ours()
+        return _pairs(ours, theirs)
 
 
 def scans(path: Path | None = None) -> list[Pair]:
@@ -120,13 +129,13 @@ def scans(path: Path | None = None) -> list[Pair]:
             found = sum(len(listing.records) for listing in DiskStore(options).scan())
             assert found == SCANNED_FILES, f"the scan found {found} records"
 
-        def pair() -> Pair:
-            seconds = _seconds(scan)
-            theirs = _seconds(lambda: subprocess.run(find, shell=True, check=True))
-            return Pair(SCANNED_FILES / seconds, SCANNED_FILES / theirs)
+        def theirs() -> None:
+            subprocess.run(find, shell=True, check=True)
 
-        pair()
-        return [pair() for _ in range(PAIRS)]
+        scan()
+        return _pairs(
+            lambda: SCANNED_FILES / _seconds(scan), lambda: SCANNED_FILES / _seconds(theirs)
+        )
 
 
 class _Bench:
@@ -142,18 +151,21 @@ class _Bench:
         self.record_bytes = HEADER_PAGE_BYTES + payload_bytes
         count = BATCH_BYTES // self.record_bytes // THREADS * THREADS
         self.keys = [hashlib.sha256(b"%d" % number).digest() for number in range(count)]
-        descriptor = os.memfd_create("disk-speed", os.MFD_CLOEXEC)
-        os.posix_fallocate(descriptor, 0, count * payload_bytes)
-        slab = memoryview(mmap.mmap(descriptor, count * payload_bytes, flags=_SHARED))
-        os.close(descriptor)
-        self.slots = [slab[at : at + payload_bytes] for at in range(0, len(slab), payload_bytes)]
-        for key, slot in zip(self.keys, self.slots, strict=True):
-            slot[:] = hashlib.shake_128(key).digest(payload_bytes)
+        self.free: SimpleQueue[memoryview] = SimpleQueue()
+        for slot in _slots(payload_bytes):
+            slot[:] = os.urandom(payload_bytes)
+            self.free.put(slot)
         self.pool = ThreadPoolExecutor(THREADS)
 
     def each(self, work: Callable[[bytes, memoryview], None]) -> float:
         """Do something with each block in the pool. Returns bytes a second."""
-        seconds = _seconds(lambda: list(self.pool.map(work, self.keys, self.slots)))
+
+        def one(key: bytes) -> None:
+            slot = self.free.get()
+            work(key, slot)
+            self.free.put(slot)
+
+        seconds = _seconds(lambda: list(self.pool.map(one, self.keys)))
         return self.record_bytes * len(self.keys) / seconds
 
     def read(self, key: bytes, slot: memoryview) -> None:
@@ -165,30 +177,38 @@ class _Bench:
         """Write a block from its slot."""
         self.store.write(self.space, key, b"", slot)
 
-    def files(self) -> list[Path]:
-        """Return the files of all records."""
+    def links(self) -> Path:
+        """Return a folder with the files of all records under names that fio can be told of."""
+        folder = self.folder / "links"
+        folder.mkdir()
         files = sorted(self.folder.rglob("*.kv"))
         assert len(files) == len(self.keys), "each block is a file"
-        return files
+        for number, file in enumerate(files):
+            (folder / f"{number % THREADS}.{number // THREADS}").hardlink_to(file)
+        return folder
 
-    def fio(self, rw: str, files: Sequence[Path], *more: str) -> list[str]:
-        """Return the command that goes through `files` with as many jobs as we have threads."""
+    def fio(self, rw: str, folder: Path, *more: str) -> list[str]:
+        """Return the command that goes through such a folder, with a job for each thread."""
+        share = len(self.keys) // THREADS
         common = [
             *("fio", "--output-format=json", "--group_reporting", "--direct=1"),
             *("--ioengine=psync", "--thread", f"--rw={rw}", f"--bs={self.record_bytes}"),
-            *("--file_service_type=sequential", *more),
+            *("--file_service_type=sequential", f"--directory={folder}", *more),
+            *("--filename_format=$jobname.$filenum", f"--nrfiles={share}"),
+            *(f"--filesize={self.record_bytes}", f"--size={self.record_bytes * share}"),
         ]
-        share = len(files) // THREADS
-        for job in range(THREADS):
-            mine = files[job * share : (job + 1) * share]
-            common += [
-                *(f"--name=job{job}", f"--filename={':'.join(map(str, mine))}"),
-                *(f"--filesize={self.record_bytes}", f"--size={self.record_bytes * share}"),
-            ]
-        return common
+        return common + [f"--name={job}" for job in range(THREADS)]
 
 
-_SHARED = mmap.MAP_SHARED | mmap.MAP_POPULATE
+def _slots(payload_bytes: int) -> Iterator[memoryview]:
+    """Yield one slot for each thread, in memory like that of a slab."""
+    descriptor = os.memfd_create("disk-speed", os.MFD_CLOEXEC)
+    os.posix_fallocate(descriptor, 0, THREADS * payload_bytes)
+    how = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    slab = memoryview(mmap.mmap(descriptor, THREADS * payload_bytes, how))
+    os.close(descriptor)
+    for at in range(0, len(slab), payload_bytes):
+        yield slab[at : at + payload_bytes]
 
 
 @contextlib.contextmanager
@@ -207,6 +227,24 @@ def _bench(payload_bytes: int, path: Path | None) -> Iterator[_Bench]:
             yield bench
         finally:
             bench.pool.shutdown()
+
+
+def _pairs(ours: Callable[[], float], theirs: Callable[[], float]) -> list[Pair]:
+    """Measure both in turn; each goes first in every other pair."""
+
+    def rested(measure: Callable[[], float]) -> float:
+        time.sleep(PAUSE_SECONDS)
+        return measure()
+
+    pairs = []
+    for number in range(PAIRS):
+        if number % 2:
+            last = rested(theirs)
+            pairs.append(Pair(rested(ours), last))
+        else:
+            first = rested(ours)
+            pairs.append(Pair(first, rested(theirs)))
+    return pairs
 
 
 def _fio_speed(command: Sequence[str], direction: str) -> float:

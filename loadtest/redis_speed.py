@@ -2,8 +2,8 @@
 
 A record is one block of 1,474,560 bytes, of which there are some dozens; each side has two threads
 with a connection each, and both receive into the same memory. The bare client knows all lengths
-beforehand: it sends each value with SET, and takes a whole reply with one call; it has no deadline,
-no checksum and no pool. Both sides are measured in turn, and a ratio is of neighbours in time.
+beforehand and takes a whole reply with one call; it has no deadline, no checksum and no pool. Both
+sides are measured in turn, and a ratio is of neighbours in time.
 
     python -m loadtest.redis_speed
 """
@@ -19,15 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.core import KEY_BYTES, ReadOutcome
 from kvtier.tiers.base import Space
-from kvtier.tiers.redis import PIECE_BYTES, RedisOptions, RedisStore
-from kvtier.tiers.resp import END, request
+from kvtier.tiers.redis import RedisOptions, RedisStore
 
 from .rig import RigError
 
@@ -38,6 +37,7 @@ THREADS = 2
 PAIRS = 15
 START_SECONDS = 10
 ROADS = ("unix", "tcp")
+END = b"\r\n"
 FIND_KEYS = 400
 
 
@@ -107,7 +107,7 @@ class Ours:
 
 
 class Bare:
-    """The least that moves the same bytes: one key a value."""
+    """The least that moves the same bytes."""
 
     def __init__(self, server: Server, road: str, blocks: Blocks) -> None:
         self._sockets = [server.connect(road) for _ in range(THREADS)]
@@ -116,43 +116,34 @@ class Bare:
     def write(self, thread: int) -> None:
         """Write a thread's share of the blocks."""
         for key, slot in _share(self._blocks, thread):
-            pieces = _pieces(slot)
-            sets = [request(b"SET", b"%b%d" % (key, at), each) for at, each in enumerate(pieces)]
-            waiting = [memoryview(part) for command in sets for part in command]
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(slot))
+            waiting = [memoryview(head), slot, memoryview(END)]
             while waiting:
                 sent = self._sockets[thread].sendmsg(waiting)
                 while waiting and sent >= len(waiting[0]):
                     sent -= len(waiting.pop(0))
                 if waiting:
                     waiting[0] = waiting[0][sent:]
-            self._receive(thread, [bytearray(b"+OK\r\n" * len(pieces))])
+            assert self._sockets[thread].recv(100) == b"+OK\r\n"
 
     def read(self, thread: int) -> None:
         """Read a thread's share of the blocks."""
         for key, slot in _share(self._blocks, thread):
-            pieces = _pieces(slot)
-            gets = [request(b"GET", b"%b%d" % (key, at)) for at in range(len(pieces))]
-            self._sockets[thread].sendall(b"".join(part for get in gets for part in get))
-            frames: list[bytearray | memoryview] = []
-            for piece in pieces:
-                frames += [bytearray(b"$%d\r\n" % len(piece)), piece, bytearray(END)]
-            self._receive(thread, frames)
+            self._sockets[thread].sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
+            head = bytearray(b"$%d\r\n" % len(slot))
+            reply = [head, slot, bytearray(END)]
+            got = self._sockets[thread].recvmsg_into(reply, 0, socket.MSG_WAITALL)[0]
+            assert got == sum(map(len, reply)), "one call takes a whole reply"
+            assert head == b"$%d\r\n" % len(slot), head
 
     def close(self) -> None:
         """Close the connections."""
         for each in self._sockets:
             each.close()
 
-    def _receive(self, thread: int, into: Sequence[bytearray | memoryview]) -> None:
-        due = sum(map(len, into))
-        frames = [bytes(each) for each in into if isinstance(each, bytearray)]
-        got = self._sockets[thread].recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
-        assert got == due, "one call takes a whole reply"
-        assert frames == [bytes(each) for each in into if isinstance(each, bytearray)], "the frame"
-
 
 class Plain:
-    """redis-py with its parser in C, as one would use it: the same hashes, no checksums."""
+    """redis-py with its parser in C, as one would use it: no header and no checksum."""
 
     def __init__(self, server: Server, road: str, blocks: Blocks) -> None:
         import redis
@@ -163,16 +154,12 @@ class Plain:
     def write(self, thread: int) -> None:
         """Write a thread's share of the blocks."""
         for key, slot in _share(self._blocks, thread):
-            fields = {str(at): each for at, each in enumerate(_pieces(slot))}
-            self._clients[thread].hset(key, mapping=fields)
+            self._clients[thread].set(key, slot)
 
     def read(self, thread: int) -> None:
         """Read a thread's share of the blocks, and copy it to its slot."""
         for key, slot in _share(self._blocks, thread):
-            pieces = _pieces(slot)
-            values = self._clients[thread].hmget(key, [str(at) for at in range(len(pieces))])
-            for piece, value in zip(pieces, values, strict=True):
-                piece[:] = value
+            slot[:] = self._clients[thread].get(key)
 
     def close(self) -> None:
         """Close the connections."""
@@ -282,10 +269,6 @@ def main() -> int:
 
 def _share(blocks: Blocks, thread: int) -> list[tuple[bytes, memoryview]]:
     return list(zip(blocks.keys, blocks.slots(), strict=True))[thread::THREADS]
-
-
-def _pieces(slot: memoryview) -> list[memoryview]:
-    return [slot[at : at + PIECE_BYTES] for at in range(0, len(slot), PIECE_BYTES)]
 
 
 def _bandwidth(pool: ThreadPoolExecutor, work: Callable[[int], None]) -> float:

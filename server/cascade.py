@@ -57,11 +57,11 @@ class Cascade:
         """
         if block in self._leaving:
             return True
-        for lower in self._in_mode(WriteMode.ON_EVICT):
-            if self._write(lower, space, block):
-                self._leaving.add(block)
-                space.leaving += 1
-        return block in self._leaving
+        begun = [self._write(lower, space, block) for lower in self._in_mode(WriteMode.ON_EVICT)]
+        if any(begun):
+            self._leaving.add(block)
+            space.leaving += 1
+        return any(begun)
 
     def _in_mode(self, mode: WriteMode) -> list[LowerTier]:
         return [lower for lower in self._lowers if lower.write_mode is mode]

@@ -303,4 +303,8 @@ def _nearest(key: str) -> str:
     last = key.rpartition(".")[2]
     close = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in valid], 1, 0.8)
     candidates = [name for name in valid if close and name.rpartition(".")[2] == close[0]] or valid
-    return difflib.get_close_matches(key, candidates, 1, 0)[0]
+    nearest = difflib.get_close_matches(key, candidates, 1, 0)[0]
+    if "." in nearest and "." not in key:  # Of several tiers' settings, the uppermost one's.
+        end = nearest[nearest.rindex(".") :]
+        nearest = next(name for name in valid if name.endswith(end))
+    return nearest

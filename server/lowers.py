@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from .config import Settings
-from .core import WriteMode
+from .core import LOWER_TIERS, Tier, WriteMode
 from .errors import StartError
 from .lower import LowerOptions, LowerTier
 from .metrics import Metrics
@@ -21,6 +21,12 @@ SLOW_SECONDS = 2.0
 """A call to the disk that takes longer counts as a failure."""
 QUEUE_SHARE = 8
 """Blocks that wait to be written take the host tier's capacity ÷ this at most: they stay there."""
+
+
+def configured(settings: Settings) -> list[Tier]:
+    """Return which lower tiers the settings want, the faster first."""
+    wanted = {Tier.DISK: settings.disk.path, Tier.REDIS: settings.redis.url}
+    return [tier for tier in LOWER_TIERS if wanted[tier] is not None]
 
 
 def lower_tiers(

@@ -7,6 +7,8 @@ microsecond.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
@@ -38,9 +40,12 @@ CLOSE_REASONS = (
 
 
 class Metrics:
-    """The metrics of one server in a registry of its own. Pass it where it is counted."""
+    """The metrics of one server in a registry of its own. Pass it where it is counted.
 
-    def __init__(self) -> None:
+    `lowers` are the lower tiers that it has: of others nothing is exported.
+    """
+
+    def __init__(self, lowers: Iterable[Tier] = LOWER_TIERS) -> None:
         self.registry = CollectorRegistry()
         reg = self.registry
         info = Gauge("kvtier_build_info", "Version of kvtier.", ["version"], registry=reg)
@@ -68,7 +73,7 @@ class Metrics:
         self.evictions = Counter(
             "kvtier_evictions", "Blocks that left a tier.", ["tier", "reason"], registry=reg
         )
-        for tier in (Tier.HOST, *LOWER_TIERS):
+        for tier in (Tier.HOST, *lowers):
             for evicted in EvictReason:
                 self.evictions.labels(tier, evicted)
 
@@ -83,7 +88,7 @@ class Metrics:
         for state in SlotState:
             self.slots.labels(state)
 
-        self._lower_tiers(reg)
+        self._lower_tiers(reg, lowers)
         self.sessions = Gauge(
             "kvtier_sessions", "Open data-plane sessions.", ["role"], registry=reg
         )
@@ -110,7 +115,7 @@ class Metrics:
             registry=reg,
         )
 
-    def _lower_tiers(self, reg: CollectorRegistry) -> None:
+    def _lower_tiers(self, reg: CollectorRegistry, lowers: Iterable[Tier]) -> None:
         """Declare what only the tiers below the host tier have."""
         self.tier_up = Gauge(
             "kvtier_tier_up", "1 while a tier is asked, 0 while it is left alone.", ["tier"],
@@ -174,24 +179,36 @@ class Metrics:
             buckets=LATENCY_BUCKETS,
             registry=reg,
         )
-        for tier in LOWER_TIERS:
-            for one in (self.tier_up, self.breaker_openings, self.read_bytes, self.written_bytes,
-                        self.skipped_blocks, self.skipped_seconds):  # fmt: skip
-                one.labels(tier)
-            for fault in Fault:
-                self.tier_faults.labels(tier, fault)
-            for read in (*ReadOutcome, "failed"):
-                self.reads.labels(tier, read)
-            for write in WriteOutcome:
-                self.writes.labels(tier, write)
-            for op in ("find", "read", "write"):
-                self.tier_seconds.labels(tier, op)
-            for op in ("read", "write"):
-                self.queued_bytes.labels(tier, op)
-            for promoted in PromoteOutcome:
-                self.promotions.labels(tier, promoted)
+        for tier in lowers:
+            self._begin_lower(tier)
         for ended in WaitOutcome:
             self.waits.labels(ended)
+
+    def _begin_lower(self, tier: Tier) -> None:
+        """Let every label combination of one tier start at 0."""
+        for gauge in (self.capacity_bytes, self.used_bytes, self.blocks, self.tier_up):
+            gauge.labels(tier)
+        for counter in (
+            self.breaker_openings,
+            self.read_bytes,
+            self.written_bytes,
+            self.skipped_blocks,
+            self.skipped_seconds,
+        ):
+            counter.labels(tier)
+        for op in ("find", "read", "write"):
+            self.tier_seconds.labels(tier, op)
+        for op in ("read", "write"):
+            self.queued_bytes.labels(tier, op)
+        labels: list[tuple[Counter, Iterable[str]]] = [
+            (self.tier_faults, Fault),
+            (self.reads, (*ReadOutcome, "failed")),
+            (self.writes, WriteOutcome),
+            (self.promotions, PromoteOutcome),
+        ]
+        for counter, values in labels:
+            for value in values:
+                counter.labels(tier, value)
 
     def exposition(self) -> bytes:
         """Return the text format that Prometheus scrapes."""

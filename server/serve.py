@@ -26,7 +26,7 @@ from .config import Settings
 from .dataplane import DataPlane, DataPlaneOptions
 from .errors import StartError
 from .hierarchy import Hierarchy
-from .lowers import drain, look_after, lower_tiers
+from .lowers import configured, drain, look_after, lower_tiers
 from .metrics import Metrics
 from .promotion import PromotionOptions
 from .sections import HttpSettings
@@ -59,7 +59,7 @@ class Server:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.metrics = Metrics()
+        self.metrics = Metrics(configured(settings))
         self.host = HostTier(_host_options(settings), self.metrics)
         self.lowers = lower_tiers(settings, self.metrics, self._post)
         self.hierarchy = Hierarchy(

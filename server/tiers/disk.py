@@ -23,7 +23,7 @@ from .tree import Tree
 
 log = logging.getLogger(__name__)
 
-WRITE_ATTEMPTS = 5
+WRITE_ATTEMPTS = 10
 """How often a write is tried. It makes the folder that is missing, and a wipe may remove it."""
 
 _FAULTS_OF_WRITING: Mapping[int | None, Fault] = {
@@ -118,13 +118,13 @@ class DiskStore(RecordStore):
         parts = [self._header_page(header), payload, _padding(len(payload))]
         with self._mapped(_FAULTS_OF_WRITING):
             self._keep_floor(sum(map(len, parts)))
-            grown = [target.parent]
             for attempt in range(1, WRITE_ATTEMPTS + 1):
                 try:
                     if attempt > 1:
-                        grown = self._tree.make_folders(space, target.parent)
+                        self._tree.make_folders(target.parent)
                     record_bytes = files.write_new(target, parts, self.direct)
-                    return Written(record_bytes, sum(map(self._tree.growth, grown)))
+                    grown = self._tree.describe(space) if attempt > 1 else []
+                    return Written(record_bytes, self._tree.growth(*grown, target.parent))
                 except FileNotFoundError:
                     if attempt == WRITE_ATTEMPTS:
                         raise

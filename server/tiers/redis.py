@@ -1,9 +1,7 @@
-"""The Redis tier: one hash a record, under `kvtier:<namespace digest>:<key>`, both in hex.
+"""The Redis tier: one key a record, `kvtier:<namespace digest>:<block key>`, both in hex.
 
-Field `0` of the hash is the header (`codec.pack`), and fields from `1` on are pieces of the
-payload, for Redis is several times slower with larger values. A record is one key: it comes, goes
-and expires as a whole, its existence means that all of it is there, and it lies on one node of a
-cluster. It is written in one transaction, so that nobody ever reads parts of two.
+A record comes, goes and expires as a whole, its existence means that all of it is there, and it
+lies on one node of a cluster. How it lies there is in `redis_records.py`.
 
 Redis is shared with other servers: nothing here lists what is in it. It drops records when their
 time is over (from their last write) and, as `maxmemory-policy` says, when it is full.
@@ -18,19 +16,21 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
-from ..codec import HEADER_BYTES, Header, RecordError, expect, pack, seal, unpack, verify
+from ..codec import RecordError, pack, seal, verify
 from ..core import BlockKey, Fault, ReadOutcome, Tier
 from .base import Listing, RecordStore, Space, TierFault, Written
 from .redis_access import RedisOptions, parse, shown_url
-from .redis_nodes import Cluster, Layout, Moved, Node, OneNode
+from .redis_layout import Cluster, Layout, OneNode
+from .redis_nodes import FAILURES, Moved, Node
+from .redis_records import Wanted, fetch, write
 from .resp import Deadline, Exchange, Late, Refusal, Surprise, request
 
 __all__ = ["RedisOptions", "RedisStore", "shown_url"]
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 20
-"""The most that one field holds. Redis gets slow with values of more than twice as much."""
+ENTRY_BYTES = 320
+"""About what Redis takes for a key of ours beside its value; MEMORY USAGE says so."""
 KEYS_AT_ONCE = 1000
 """Keys of one request to drop, and about as many of one step of SCAN."""
 OLDEST_VERSION = 7
@@ -90,29 +90,16 @@ class RedisStore(RecordStore):
             return ReadOutcome.MISSING
 
     def write(self, space: Space, key: BlockKey, parent: BlockKey, payload: memoryview) -> Written:
-        """Write a block, in one transaction.
-
-        The bytes counted are those of name, fields and values; what Redis adds to them is not.
-        """
+        """Write a block. Its bytes are counted as Redis' own allocator, jemalloc, gives them."""
         (name,) = _names(space.digest, [key])
         header = pack(seal(space.raw, key, parent, payload))
-        values = [memoryview(header), *_pieces(payload)]
-        words = [word for index, value in enumerate(values) for word in (_field(index), value)]
-        steps = [request(b"UNLINK", name), request(b"HSET", name, *words)]
-        if self._options.ttl_seconds:
-            steps.append(request(b"PEXPIRE", name, b"%d" % (self._options.ttl_seconds * 1000)))
+        ttl = b"%d" % (self._options.ttl_seconds * 1000)
 
-        def attempt(deadline: Deadline) -> None:
+        def attempt(deadline: Deadline) -> int:
             with self._layout.node(name, deadline).exchange(deadline) as exchange:
-                whole = [request(b"MULTI"), *steps, request(b"EXEC")]
-                exchange.send([piece for each in whole for piece in each], deadline)
-                exchange.lines(1 + len(steps), deadline)
-                if exchange.number(b"*", deadline) != len(steps):
-                    raise Surprise("EXEC did not run what was queued")
-                exchange.lines(len(steps), deadline)
+                return write(exchange, name, header, payload, ttl, deadline)
 
-        self._routed(attempt)
-        return Written(len(name) + sum(map(len, words)), 0)
+        return Written(ENTRY_BYTES + self._routed(attempt), 0)
 
     def drop(self, namespace: str, keys: Sequence[BlockKey]) -> None:
         """Remove records."""
@@ -159,16 +146,15 @@ class RedisStore(RecordStore):
         asked: list[tuple[Node, Exchange, list[int]]] = []
         with ExitStack() as stack:
             for node, indexes in self._layout.split(names, deadline).items():
-                with node.blamed():
-                    exchange = stack.enter_context(node.lent(deadline))
-                    some = names if len(indexes) == gap else [names[index] for index in indexes]
-                    exchange.send([_each(b"EXISTS", some)], deadline)
+                exchange = stack.enter_context(node.exchange(deadline))
+                some = names if len(indexes) == len(names) else [names[index] for index in indexes]
+                exchange.send([_each(b"EXISTS", some)], deadline)
                 asked.append((node, exchange, indexes))
             for node, exchange, indexes in asked:
-                with node.blamed():
-                    replies = exchange.lines(len(indexes), deadline)
-                    if set(replies) - {b":0", b":1"}:
-                        raise Surprise("EXISTS gave something else than 0 and 1")
+                try:
+                    replies = _bits(exchange, len(indexes), deadline)
+                except FAILURES as error:
+                    raise node.meaning(error) from None
                 if b":0" in replies:
                     gap = min(gap, indexes[replies.index(b":0")])
         return gap
@@ -177,9 +163,10 @@ class RedisStore(RecordStore):
         self, space: Space, key: BlockKey, into: memoryview, deadline: Deadline
     ) -> ReadOutcome:
         (name,) = _names(space.digest, [key])
+        wanted = Wanted(space.raw, key, space.payload_bytes)
         try:
             with self._layout.node(name, deadline).exchange(deadline) as exchange:
-                header = _fetch(exchange, name, space, key, into, deadline)
+                header = fetch(exchange, name, wanted, into, deadline)
             if header is None:
                 return ReadOutcome.MISSING
             verify(header, into[: header.stored_bytes])
@@ -192,7 +179,7 @@ class RedisStore(RecordStore):
         for node, indexes in self._layout.split(names, deadline).items():
             with node.exchange(deadline) as exchange:
                 exchange.send([_each(b"UNLINK", [names[index] for index in indexes])], deadline)
-                exchange.lines(len(indexes), deadline)
+                _bits(exchange, len(indexes), deadline)
 
 
 def _names(namespace: str, keys: Sequence[BlockKey]) -> list[bytes]:
@@ -205,60 +192,18 @@ def _batches(names: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
         yield names[start : start + KEYS_AT_ONCE]
 
 
-def _field(index: int) -> bytes:
-    return b"%d" % index
-
-
-def _pieces(payload: memoryview) -> list[memoryview]:
-    return [payload[start : start + PIECE_BYTES] for start in range(0, len(payload), PIECE_BYTES)]
-
-
 def _each(command: bytes, names: Sequence[bytes]) -> bytes:
     """Return one request of `command` for each name."""
     head = b"*2\r\n$%d\r\n%b\r\n$" % (len(command), command)
     return b"".join([b"%b%d\r\n%b\r\n" % (head, len(name), name) for name in names])
 
 
-def _fetch(
-    exchange: Exchange,
-    name: bytes,
-    space: Space,
-    key: BlockKey,
-    into: memoryview,
-    deadline: Deadline,
-) -> Header | None:
-    """Receive a record: its payload straight into `into`. Returns None if there is none.
-
-    Nothing is received that does not have the length that is due. Raises RecordError.
-    """
-    pieces = len(_pieces(into))
-    exchange.send(request(b"HMGET", name, *map(_field, range(1 + pieces))), deadline)
-    if exchange.number(b"*", deadline) != 1 + pieces:
-        raise Surprise("HMGET gave another number of values than it was asked for")
-    size = exchange.number(b"$", deadline)
-    if size < 0:
-        _expect_nothing(exchange, pieces, deadline)
-        return None
-    page = memoryview(bytearray(HEADER_BYTES))
-    _fill(exchange, page, size, deadline)
-    header = unpack(page)
-    expect(header, space.raw, key, space.payload_bytes)
-    stored = _pieces(into[: header.stored_bytes])
-    for piece in stored:
-        _fill(exchange, piece, exchange.number(b"$", deadline), deadline)
-    _expect_nothing(exchange, pieces - len(stored), deadline)
-    return header
-
-
-def _fill(exchange: Exchange, into: memoryview, size: int, deadline: Deadline) -> None:
-    if size != len(into):
-        raise RecordError(f"a value of {size} bytes where {len(into)} were due")
-    exchange.fill(into, deadline)
-
-
-def _expect_nothing(exchange: Exchange, count: int, deadline: Deadline) -> None:
-    if any(line != b"$-1" for line in exchange.lines(count, deadline)):
-        raise RecordError("values that no header tells of")
+def _bits(exchange: Exchange, count: int, deadline: Deadline) -> list[bytes]:
+    """Receive replies that are `:0` or `:1` each."""
+    replies = exchange.lines(count, deadline)
+    if set(replies) - {b":0", b":1"}:
+        raise Surprise("something else than 0 and 1 where these were due")
+    return replies
 
 
 def _scan(
@@ -283,8 +228,9 @@ def _check_version(node: Node, deadline: Deadline) -> None:
     lines = about.split(b"\r\n") if isinstance(about, bytes) else []
     for line in lines:
         name, _, version = line.partition(b":")
-        if name == b"redis_version":
-            if int(version.split(b".")[0]) >= OLDEST_VERSION:
+        major = version.split(b".")[0]
+        if name == b"redis_version" and major.isdigit():
+            if int(major) >= OLDEST_VERSION:
                 return
             text = f"it is Redis {version.decode()}, and kvtier needs {OLDEST_VERSION} or later"
             raise node.fault(Fault.IO, text)

@@ -1,35 +1,29 @@
-"""Connections to Redis, and which node of a cluster has a key.
+"""Connections to a Redis server.
 
 A connection serves one thread at a time. Any error and any unread byte closes it. A call keeps one
-deadline over all that it does: connecting, TLS, AUTH, asking a cluster where its slots lie. (Only
+deadline over all that it does: waiting for a connection, connecting, TLS, AUTH. (Only
 looking up a name has none: the resolver's own settings bound that.)
 """
 
 from __future__ import annotations
 
-import binascii
 import contextlib
 import socket
 import ssl
 import threading
-from abc import ABC, abstractmethod
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
 from typing import TypeAlias
 
 from ..codec import RecordError
 from ..core import Fault
 from .base import TierFault
 from .redis_access import Access, Place
-from .resp import Closed, Deadline, Exchange, Late, Refusal, Reply, Surprise, request
-
-SLOTS = 16384
-"""Hash slots of a cluster, by Redis's definition."""
+from .resp import Closed, Deadline, Exchange, Late, Refusal, Surprise, request
 
 REFUSALS = {
     "OOM": (
         Fault.FULL,
-        "it is at its maxmemory: raise that, lower redis.ttl, or let it evict (allkeys-lru)",
+        "it is at its maxmemory: raise it, lower redis.ttl_seconds, or let it evict (allkeys-lru)",
     ),
     "READONLY": (Fault.READ_ONLY, "it is a replica: redis.url must be the primary's"),
     "MISCONF": (Fault.READ_ONLY, "it takes no writes as it cannot save: let a cache save nothing"),
@@ -45,6 +39,10 @@ REFUSALS = {
 """What an error reply means for the tier, by its first words. All others are `IO`."""
 
 
+FAILURES = (Late, Closed, Surprise, Refusal, OSError)
+"""What an exchange raises."""
+
+
 class Moved(TierFault):
     """A slot lies on another node than was asked, or is on its way there."""
 
@@ -56,8 +54,8 @@ class Node:
         self.place = place
         self._access = access
         self._room = threading.Semaphore(access.connections)
-        self._idle: deque[_Line] = deque()
-        self._busy: set[_Line] = set()
+        self._idle: deque[Line] = deque()
+        self._busy: set[Line] = set()
         self._closed = False
         self.answers = True
         """Whether it did when it was last asked. Set by any thread; only an order depends on it."""
@@ -66,52 +64,50 @@ class Node:
         """Return a fault of this node."""
         return TierFault(fault, f"redis at {self.place}: {text}")
 
-    @contextlib.contextmanager
-    def exchange(self, deadline: Deadline) -> Iterator[Exchange]:
-        """Lend a connection. What goes wrong with it comes out as TierFault or RecordError."""
-        with self.blamed(), self.lent(deadline) as exchange:
-            yield exchange
-        self.answers = True
+    def exchange(self, deadline: Deadline) -> Loan:
+        """Lend a connection, to be used as a context.
 
-    @contextlib.contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Turn what goes wrong with a connection of this node into TierFault or RecordError."""
-        try:
-            yield
-        except Late as late:
-            self.answers = False
-            raise self.fault(Fault.TIMEOUT, str(late)) from None
-        except Surprise as surprise:
-            raise self.fault(Fault.IO, str(surprise)) from None
-        except Refusal as refusal:
-            raise self._meaning(refusal) from None
-        except (Closed, OSError) as error:
-            self.answers = False
-            text = getattr(error, "strerror", None) or str(error)
-            raise self.fault(Fault.UNREACHABLE, text) from None
+        What is raised in it closes the connection, and comes out as TierFault or RecordError if it
+        is one of `FAILURES`.
+        """
+        return Loan(self, deadline)
 
-    @contextlib.contextmanager
-    def lent(self, deadline: Deadline) -> Iterator[Exchange]:
-        """Lend a connection. Whatever is raised while it is lent closes it."""
+    def meaning(self, error: Exception) -> Exception:
+        """Return what one of `FAILURES` means for the tier or the record."""
+        match error:
+            case Late():
+                self.answers = False
+                return self.fault(Fault.TIMEOUT, str(error))
+            case Surprise():
+                return self.fault(Fault.IO, str(error))
+            case Refusal():
+                return self._refused(error)
+            case _:
+                self.answers = False
+                text = getattr(error, "strerror", None) or str(error)
+                return self.fault(Fault.UNREACHABLE, text)
+
+    def take(self, deadline: Deadline) -> Line:
+        """Return a connection to use alone. Raises one of `FAILURES`, TierFault."""
         if not self._room.acquire(timeout=deadline.left()):
             raise Late(f"all {self._access.connections} connections were in use")
         try:
             line = self._reused() or self._connected(deadline)
-            self._busy.add(line)
-            keep = False
-            try:
-                if self._closed:
-                    raise Closed("the store is closed")
-                yield line.exchange
-                keep = not line.exchange.unread and not self._closed
-            finally:
-                self._busy.discard(line)
-                if keep:
-                    self._idle.append(line)
-                else:
-                    line.close()
-        finally:
+        except BaseException:
             self._room.release()
+            raise
+        self._busy.add(line)
+        return line
+
+    def give_back(self, line: Line, error: BaseException | None) -> None:
+        """Keep a connection that was used for another time, unless something was wrong with it."""
+        self._busy.discard(line)
+        if error is None and not line.exchange.unread and not self._closed:
+            self.answers = True
+            self._idle.append(line)
+        else:
+            line.close()
+        self._room.release()
 
     def close(self) -> None:
         """Close all connections, those in use too: their calls end with a fault. Waits for none."""
@@ -121,7 +117,7 @@ class Node:
         while self._idle:
             self._idle.pop().close()
 
-    def _reused(self) -> _Line | None:
+    def _reused(self) -> Line | None:
         """Return an idle connection; those that the server closed meanwhile are let go."""
         while self._idle:
             line = self._idle.pop()
@@ -130,13 +126,15 @@ class Node:
             line.close()
         return None
 
-    def _connected(self, deadline: Deadline) -> _Line:
+    def _connected(self, deadline: Deadline) -> Line:
         """Return a new connection that is logged in."""
         if self._closed:
             raise Closed("the store is closed")
-        line = _Line(self.place, self._access, deadline)
+        line = Line(self.place, self._access, deadline)
         try:
             self._log_in(line.exchange, deadline)
+            if self._closed:
+                raise Closed("the store is closed")
         except BaseException:
             line.close()
             raise
@@ -155,7 +153,7 @@ class Node:
             exchange.send(request(b"SELECT", b"%d" % self._access.database), deadline)
             exchange.lines(1, deadline)
 
-    def _meaning(self, refusal: Refusal) -> TierFault | RecordError:
+    def _refused(self, refusal: Refusal) -> TierFault | RecordError:
         if refusal.code == "WRONGTYPE":
             return RecordError("something else lies under the record's name")
         if refusal.code in {"MOVED", "ASK"}:
@@ -169,7 +167,31 @@ class Node:
         return self.fault(Fault.IO, text)
 
 
-class _Line:
+class Loan:
+    """A connection of a node in use."""
+
+    __slots__ = ("_deadline", "_line", "_node")
+
+    def __init__(self, node: Node, deadline: Deadline) -> None:
+        self._node = node
+        self._deadline = deadline
+        self._line: Line | None = None
+
+    def __enter__(self) -> Exchange:
+        try:
+            self._line = self._node.take(self._deadline)
+        except FAILURES as error:
+            raise self._node.meaning(error) from None
+        return self._line.exchange
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        assert self._line is not None, "a loan is entered first"
+        self._node.give_back(self._line, error)
+        if isinstance(error, FAILURES):
+            raise self._node.meaning(error) from None
+
+
+class Line:
     """One connection."""
 
     def __init__(self, place: Place, access: Access, deadline: Deadline) -> None:
@@ -187,171 +209,8 @@ class _Line:
         self._socket.close()
 
 
-class Layout(ABC):
-    """Which node has a key."""
-
-    @abstractmethod
-    def node(self, name: bytes, deadline: Deadline) -> Node:
-        """Return the node of a key. Raises TierFault."""
-
-    @abstractmethod
-    def split(self, names: Sequence[bytes], deadline: Deadline) -> dict[Node, list[int]]:
-        """Return the indexes of keys by node, in an order of nodes that is always the same."""
-
-    @abstractmethod
-    def nodes(self, deadline: Deadline) -> Sequence[Node]:
-        """Return all nodes that have keys."""
-
-    @abstractmethod
-    def refresh(self, deadline: Deadline) -> None:
-        """Ask where the slots lie now. Raises TierFault."""
-
-    @abstractmethod
-    def suspect(self) -> None:
-        """Let the next call ask first where the slots lie: a node failed."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close all connections. Waits for none."""
-
-
-class OneNode(Layout):
-    """A server alone."""
-
-    def __init__(self, place: Place, access: Access) -> None:
-        self._node = Node(place, access)
-
-    def node(self, name: bytes, deadline: Deadline) -> Node:  # noqa: ARG002
-        """Return the node of a key."""
-        return self._node
-
-    def split(self, names: Sequence[bytes], deadline: Deadline) -> dict[Node, list[int]]:  # noqa: ARG002
-        """Return the indexes of keys by node."""
-        return {self._node: list(range(len(names)))}
-
-    def nodes(self, deadline: Deadline) -> Sequence[Node]:  # noqa: ARG002
-        """Return the node."""
-        return [self._node]
-
-    def refresh(self, deadline: Deadline) -> None:
-        """There is nothing to ask for."""
-
-    def suspect(self) -> None:
-        """There is nothing to ask for."""
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._node.close()
-
-
-class Cluster(Layout):
-    """A Redis Cluster. Reads and writes go to the primaries."""
-
-    def __init__(self, place: Place, access: Access) -> None:
-        self._access = access
-        self._asking = threading.Lock()
-        # Replaced as a whole, by the thread that holds the lock:
-        self._nodes: dict[Place, Node] = {}
-        self._slots: list[Node | None] = []
-        self._stale = True
-        self._entry = Node(place, access)
-
-    def node(self, name: bytes, deadline: Deadline) -> Node:
-        """Return the node of a key. Raises TierFault."""
-        self._fresh(deadline)
-        slot = binascii.crc_hqx(name, 0) % SLOTS
-        node = self._slots[slot]
-        if node is None:
-            raise self._entry.fault(Fault.UNREACHABLE, f"no node of the cluster has slot {slot}")
-        return node
-
-    def split(self, names: Sequence[bytes], deadline: Deadline) -> dict[Node, list[int]]:
-        """Return the indexes of keys by node."""
-        found: defaultdict[Node, list[int]] = defaultdict(list)
-        for index, name in enumerate(names):
-            found[self.node(name, deadline)].append(index)
-        return dict(sorted(found.items(), key=lambda item: item[0].place))
-
-    def nodes(self, deadline: Deadline) -> Sequence[Node]:
-        """Return all primaries."""
-        self._fresh(deadline)
-        return list(self._nodes.values())
-
-    def refresh(self, deadline: Deadline) -> None:
-        """Ask node after node until one says where the slots lie. Raises TierFault."""
-        self._stale = True
-        self._fresh(deadline)
-
-    def suspect(self) -> None:
-        """Let the next call ask first where the slots lie: a node failed."""
-        self._stale = True
-
-    def close(self) -> None:
-        """Close all connections."""
-        for node in (self._entry, *self._nodes.values()):
-            node.close()
-
-    def _fresh(self, deadline: Deadline) -> None:
-        if not self._stale:
-            return
-        if not self._asking.acquire(timeout=deadline.left()):
-            raise Late("another call was asking where the slots lie")
-        try:
-            if self._stale:
-                self._ask(deadline)
-                self._stale = False
-        finally:
-            self._asking.release()
-
-    def _ask(self, deadline: Deadline) -> None:
-        known = dict.fromkeys([self._entry, *self._nodes.values()])
-        asked = sorted(known, key=lambda node: not node.answers)
-        for index, node in enumerate(asked):
-            try:
-                self._adopt(node, _slots_of(node, deadline.share(len(asked) - index)))
-            except TierFault:
-                if node is asked[-1]:
-                    raise
-            else:
-                return
-
-    def _adopt(self, asked: Node, ranges: list[_Range]) -> None:
-        known = {asked.place: asked, **self._nodes}
-        nodes: dict[Place, Node] = {}
-        slots: list[Node | None] = [None] * SLOTS
-        for first, last, host, port in ranges:
-            place = Place(host or asked.place.host, port)
-            node = nodes.setdefault(place, known.get(place) or Node(place, self._access))
-            slots[first : last + 1] = [node] * (last + 1 - first)
-        gone = set(self._nodes.values()) - set(nodes.values()) - {self._entry}
-        self._nodes, self._slots = nodes, slots
-        for node in gone:
-            node.close()
-
-
 _Address: TypeAlias = str | tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 """As `socket.connect` takes it."""
-_Range: TypeAlias = tuple[int, int, str, int]
-"""First and last slot, host (empty: the one that was asked) and port of the primary."""
-
-
-def _slots_of(node: Node, deadline: Deadline) -> list[_Range]:
-    with node.exchange(deadline) as exchange:
-        exchange.send(request(b"CLUSTER", b"SLOTS"), deadline)
-        reply = exchange.reply(deadline)
-        if not isinstance(reply, list):
-            raise Surprise("CLUSTER SLOTS gave no list")
-        return [_range(entry) for entry in reply]
-
-
-def _range(entry: Reply) -> _Range:
-    match entry:
-        case [int(first), int(last), [(bytes() | None) as host, int(port), *_], *_] if (
-            0 <= first <= last < SLOTS
-        ):
-            return first, last, (host or b"").decode(), port
-        case _:
-            raise Surprise("CLUSTER SLOTS gave something unknown")
 
 
 def _connect(place: Place, access: Access, deadline: Deadline) -> socket.socket:

@@ -26,6 +26,8 @@ Reply: TypeAlias = "bytes | int | list[Reply] | None"
 END = b"\r\n"
 AHEAD_BYTES = 16 << 10
 """What is received at once where a line is expected. What it has of a payload is copied."""
+UNIX_BUFFER_BYTES = 1 << 20
+"""The send buffer asked for on a unix socket, whose buffer does not grow by itself."""
 SEND_BYTES = 256 << 10
 """What is given to TLS at once."""
 REPLY_LIMIT = 1 << 20
@@ -98,21 +100,27 @@ class PlainWire:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
+        if sock.family == socket.AF_UNIX:
+            # A TCP socket's buffer grows by itself.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         self._sock = sock
+        self._writable, self._readable = select.poll(), select.poll()
+        self._writable.register(sock, select.POLLOUT)
+        self._readable.register(sock, select.POLLIN)
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         """Send all bytes of all pieces."""
         rest = [memoryview(piece) for piece in pieces]
-        while rest:
+        while True:
             try:
                 sent = self._sock.sendmsg(rest, [], socket.MSG_DONTWAIT)
             except BlockingIOError:
-                self._wait_to_send(deadline)
-                continue
-            while rest and sent >= len(rest[0]):
-                sent -= len(rest.pop(0))
-            if rest:
-                rest[0] = rest[0][sent:]
+                sent = 0
+            rest = _without(rest, sent)
+            if not rest:
+                return
+            if not self._writable.poll(deadline.left() * 1000):
+                raise Late("the server takes no bytes in time")
 
     def some(self, deadline: Deadline) -> bytes:
         """Wait for bytes and return up to `AHEAD_BYTES`; none means that the peer has closed."""
@@ -136,24 +144,12 @@ class PlainWire:
 
     def silent(self) -> bool:
         """Return whether the peer has sent nothing and keeps the connection."""
-        try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return not self._readable.poll(0)
 
     def _limit(self, deadline: Deadline) -> None:
         seconds, fraction = divmod(deadline.left(), 1)
         limit = struct.pack("ll", int(seconds), int(fraction * 1_000_000))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-    def _wait_to_send(self, deadline: Deadline) -> None:
-        poll = select.poll()
-        poll.register(self._sock, select.POLLOUT)
-        if not poll.poll(deadline.left() * 1000):
-            raise Late("the server takes no bytes in time")
 
 
 class TlsWire:
@@ -252,14 +248,17 @@ class Exchange:
         return _integer(line)
 
     def fill(self, into: memoryview, deadline: Deadline) -> None:
-        """Take the next bytes, exactly as many as `into` has, and the line's end after them."""
+        """Take the next bytes, exactly as many as `into` has."""
         ahead = min(len(into), len(self._ahead))
         into[:ahead] = self._ahead[:ahead]
         self._ahead = self._ahead[ahead:]
         if ahead < len(into):
             self._wire.fill(into[ahead:], deadline)
+
+    def end(self, deadline: Deadline) -> None:
+        """Take the end of a line, which is due."""
         if self.lines(1, deadline) != [b""]:
-            raise Surprise("a value that is longer than it says")
+            raise Surprise("a value is longer than it says")
 
     def reply(self, deadline: Deadline) -> Reply:
         """Return the next reply, whatever it is. Not for payloads. Raises Refusal."""
@@ -281,21 +280,37 @@ class Exchange:
             return None
         value = bytearray(_limited(size))
         self.fill(memoryview(value), deadline)
+        self.end(deadline)
         return bytes(value)
 
 
-def request(*words: Piece) -> list[Piece]:
-    """Return a request in pieces: memory views as they are, and what lies between them joined."""
+def request(*words: Piece | Sequence[Piece]) -> list[Piece]:
+    """Return a request in pieces: memory views as they are, and what lies between them joined.
+
+    A word that is a list or a tuple is the one word that its pieces make up.
+    """
     pieces: list[Piece] = []
     between = b"*%d\r\n" % len(words)
     for word in words:
-        between += b"$%d\r\n" % len(word)
-        if isinstance(word, memoryview):
-            pieces += [between, word]
-            between = END
-        else:
-            between += word + END
+        parts: Sequence[Piece] = [word] if isinstance(word, Piece) else word
+        between += b"$%d\r\n" % sum(map(len, parts))
+        for part in parts:
+            if isinstance(part, memoryview):
+                pieces += [between, part]
+                between = b""
+            else:
+                between += part
+        between += END
     return [*pieces, between]
+
+
+def _without(pieces: list[memoryview], sent: int) -> list[memoryview]:
+    """Return what is left of pieces of which the first `sent` bytes are gone."""
+    for index, piece in enumerate(pieces):
+        if sent < len(piece):
+            return [piece[sent:], *pieces[index + 1 :]]
+        sent -= len(piece)
+    return []
 
 
 def _integer(line: bytes) -> int:

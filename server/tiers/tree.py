@@ -122,30 +122,33 @@ class Tree:
 
         return path_of
 
-    def make_folders(self, space: Space, folder: Path) -> list[Path]:
-        """Make the folder of records, and what is above it. Returns whose `growth` changes.
+    def make_folders(self, folder: Path) -> None:
+        """Make the folder of records and the one above it.
 
         Raises TierFault if the directory is not kvtier's any more, and FileNotFoundError if a wipe
-        was faster.
+        came in between.
         """
         if not self._marked():  # Records would fill the file system below an unmounted one.
             raise TierFault(
                 Fault.UNREACHABLE, f"disk: {self.path} has no {MARKER} any more: is it mounted?"
             )
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+    def describe(self, space: Space) -> list[Path]:
+        """Lay a manifest beside a namespace's records. Returns what may have grown by all this."""
         above = self._folder(space.digest)
-        above.mkdir(mode=0o700, exist_ok=True)
         manifest = above / MANIFEST
         if not manifest.exists():
             self._write_text(manifest, space.manifest)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return [self.path, above, manifest, folder]
+        return [self.path, above, manifest]
 
-    def growth(self, path: Path) -> int:
-        """Return how much more a folder or manifest takes than was told of it before.
+    def growth(self, *paths: Path) -> int:
+        """Return how much more folders and manifests take than was told of them before.
 
         Negative where a file system makes folders smaller.
         """
-        return self._tell(path, files.allocated(path))
+        return sum(self._tell(path, files.allocated(path)) for path in paths)
 
     def scan(self) -> Iterator[Listing]:
         """Yield what changed since the last whole scan. Removes leftovers of writers that died."""

@@ -54,6 +54,29 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
             "low_watermark": 0.95,
             "huge_pages": "auto",
         },
+        "disk": {
+            "path": None,
+            "capacity": "20GiB",
+            "keep_free": "1GiB",
+            "policy": "lru",
+            "write_mode": "through",
+            "threads": 4,
+        },
+        "redis": {
+            "url": None,
+            "username": None,
+            "password": None,
+            "password_file": None,
+            "ca_file": None,
+            "cluster": False,
+            "capacity": "20GiB",
+            "ttl_seconds": 604_800,
+            "timeout_seconds": 0.25,
+            "policy": "lru",
+            "write_mode": "through",
+            "connections": 4,
+        },
+        "loads": {"mode": "auto", "wait_seconds": 5.0},
         "log": {"level": "info"},
     }
 
@@ -176,9 +199,28 @@ def test_every_key_can_be_set_by_the_environment(monkeypatch):
         "KVTIER_HOST__HIGH_WATERMARK": "0.9",
         "KVTIER_HOST__LOW_WATERMARK": "0.8",
         "KVTIER_HOST__HUGE_PAGES": "never",
+        "KVTIER_DISK__PATH": "/tmp/blocks",
+        "KVTIER_DISK__CAPACITY": "64MiB",
+        "KVTIER_DISK__KEEP_FREE": "2GiB",
+        "KVTIER_DISK__POLICY": "mq",
+        "KVTIER_DISK__WRITE_MODE": "on_evict",
+        "KVTIER_DISK__THREADS": "8",
+        "KVTIER_REDIS__URL": "rediss://cache:6380/1",
+        "KVTIER_REDIS__USERNAME": "kvtier",
+        "KVTIER_REDIS__CA_FILE": "/tmp/ca.pem",
+        "KVTIER_REDIS__CLUSTER": "True",
+        "KVTIER_REDIS__CAPACITY": "1TiB",
+        "KVTIER_REDIS__TTL_SECONDS": "60",
+        "KVTIER_REDIS__TIMEOUT_SECONDS": "0.5",
+        "KVTIER_REDIS__POLICY": "arc",
+        "KVTIER_REDIS__WRITE_MODE": "on_reuse",
+        "KVTIER_REDIS__CONNECTIONS": "9",
+        "KVTIER_REDIS__PASSWORD_FILE": "/tmp/secret",
+        "KVTIER_LOADS__MODE": "always",
+        "KVTIER_LOADS__WAIT_SECONDS": "7",
         "KVTIER_LOG__LEVEL": "debug",
     }
-    assert len(values) == len(descriptions())
+    assert len(values) == len(descriptions()) - 1, "and the password, which is not shown"
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     effective = load_settings().effective()
@@ -279,3 +321,31 @@ def test_an_empty_file_is_all_defaults(load):
 def test_a_relative_socket_becomes_absolute_so_that_engines_find_it(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load("socket: kv.sock").socket == tmp_path / "kv.sock"
+
+
+def test_a_password_is_taken_and_never_shown(load, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVTIER_REDIS__PASSWORD", "hunter2")
+    settings = load_settings()
+    assert settings.redis_password() == "hunter2"
+    assert "hunter2" not in f"{settings!r} {settings} {settings.effective()}"
+    file = tmp_path / "secret"
+    file.write_text("hunter3\n")
+    assert "leave one of them out" in refusal(load, f"redis: {{password_file: {file}}}")
+    monkeypatch.delenv("KVTIER_REDIS__PASSWORD")
+    assert load(f"redis: {{password_file: {file}}}").redis_password() == "hunter3"
+    missing = load("redis: {password_file: /nowhere/secret}")
+    assert "redis.password_file (/nowhere/secret)" in refusal(missing.redis_password)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis: {url: 'redis://:hunter2@cache:6379'}",
+        "redis: {password: [hunter2]}",
+        "redis: {url: 'redis://:hunter2@[cache'}",
+    ],
+)
+def test_what_may_be_a_secret_is_not_repeated_in_a_refusal(load, text):
+    said = refusal(load, text)
+    assert "hunter2" not in said
+    assert "redis." in said

@@ -125,16 +125,17 @@ def tls_redis(folder):
 def redis_cluster(folder, size=3):
     """Run a cluster of primaries, with as many slots each; yields the servers."""
     with contextlib.ExitStack() as stack:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "500")
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1500", "--cluster-port")
+        buses = [free_port() for _ in range(size)]
         nodes = [
-            stack.enter_context(redis_server(folder / str(index), *options))
-            for index in range(size)
+            stack.enter_context(redis_server(folder / str(bus), *options, str(bus)))
+            for bus in buses
         ]
-        for index, node in enumerate(nodes):
+        for index, (node, bus) in enumerate(zip(nodes, buses, strict=True)):
             first, last = (CLUSTER_SLOTS * each // size for each in (index, index + 1))
             node.ask("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
             node.ask("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
-            nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port)
+            nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
         until(lambda: all(map(knows_all_slots, nodes)), "the cluster's start", START_SECONDS)
         yield nodes
 

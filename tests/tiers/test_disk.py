@@ -320,19 +320,21 @@ def test_the_page_cache_keeps_nothing_of_a_block(store):
 
 
 def test_threads_that_wipe_and_write_do_not_hurt_each_other(store, path, space):
-    done = threading.Event()
+    keys = chain("wiped", 60)
+    written = threading.Semaphore(0)
 
-    def wipe() -> None:
-        while not done.is_set():
-            store.wipe(space.digest)
+    def write() -> None:
+        for key in keys:
+            stored(store, space, key)
+            written.release()
 
     with ThreadPoolExecutor(3) as pool:
-        wiping = pool.submit(wipe)
-        writing = [pool.submit(stored, store, space, *chain(name, 60)) for name in "ab"]
+        writing = [pool.submit(write) for _ in range(2)]
+        for _ in range(len(keys)):
+            assert written.acquire(timeout=20)
+            store.wipe(space.digest)
         for each in writing:
             each.result()
-        done.set()
-        wiping.result()
     stored(store, space, KEY)
     assert (path / space.digest / MANIFEST).read_text() == space.manifest
     assert not list(path.rglob("*.tmp"))

@@ -15,7 +15,7 @@ from contract import (
     OTHER,
     PARENT,
     StoreContract,
-    payload_of,
+    memory,
     read,
     space_of,
     stored,
@@ -23,6 +23,7 @@ from contract import (
 )
 from kvtier.core import Fault, ReadOutcome
 from kvtier.errors import SettingsError
+from kvtier.tiers import redis_records
 from kvtier.tiers.base import TierFault
 from kvtier.tiers.redis import RedisOptions, RedisStore, shown_url
 from proxy import Proxy
@@ -34,6 +35,8 @@ pytestmark = needs_redis
 SECRET = "s3cr3t/with?signs"
 SECRET_IN_URL = "s3cr3t%2Fwith%3Fsigns"
 COMMANDS = [
+    "+get",
+    "+set",
     "+multi",
     "+exec",
     "+unlink",
@@ -82,13 +85,15 @@ def name_of(space, key):
 def damage(ask, space, key, how):
     """Change a record as `StoreContract.damage` wants it."""
     name = name_of(space, key)
+    field = () if ask("TYPE", name) == b"string" else ("1",)
     if how == "swap":
         ask("COPY", name_of(space, OTHER), name, "REPLACE")
         return
-    piece = bytearray(ask("HGET", name, "1"))
-    middle = len(piece) // 2
-    piece[middle] ^= 4
-    ask("HSET", name, "1", bytes(piece if how == "flip" else piece[:middle]))
+    value = bytearray(ask("HGET" if field else "GET", name, *field))
+    middle = len(value) // 2
+    value[middle] ^= 4
+    changed = bytes(value if how == "flip" else value[:middle])
+    ask("HSET" if field else "SET", name, *field, changed)
 
 
 class TestOverTcp(StoreContract):
@@ -107,6 +112,15 @@ class TestOverTcp(StoreContract):
 
     def damage(self, store, space, key, how):
         damage(self.server.ask, space, key, how)
+
+
+class TestRecordsInPieces(TestOverTcp):
+    """Records of all sizes lie as those of large payloads do."""
+
+    @pytest.fixture(autouse=True)
+    def _pieces(self, monkeypatch):
+        monkeypatch.setattr(redis_records, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(redis_records, "PIECE_BYTES", 5000)
 
 
 class TestOverTls(StoreContract):
@@ -129,14 +143,30 @@ class TestOverTls(StoreContract):
         damage(self.server.ask, space, key, how)
 
 
-def test_a_record_is_one_key_whose_payload_lies_in_pieces_of_a_mebibyte(server, stores):
-    space = space_of(LARGE_BYTES, "pieces")
-    written = stores(server.url).write(space, KEY, PARENT, payload_of(space, KEY))
-    name = name_of(space, KEY)
-    lengths = [server.ask("HSTRLEN", name, field) for field in range(4)]
-    assert lengths == [152, 1 << 20, LARGE_BYTES - (1 << 20), 0]
-    assert written.record_bytes == len(name) + 3 + sum(lengths)
-    assert server.ask("MEMORY", "USAGE", name) < 1.3 * written.record_bytes
+def test_a_record_is_one_string_and_a_large_one_is_a_hash_of_pieces(server, stores):
+    store = stores(server.url)
+    for size, kind in (
+        (redis_records.WHOLE_BYTES, b"string"),
+        (redis_records.WHOLE_BYTES + 4096, b"hash"),
+    ):
+        space = space_of(size, "kinds")
+        slot = memory(size)
+        store.write(space, KEY, PARENT, slot)
+        name = name_of(space, KEY)
+        assert server.ask("TYPE", name) == kind
+        slot[:] = b"\1" * size
+        assert store.read(space, KEY, slot) is ReadOutcome.READ
+        assert slot == bytes(size)
+        server.ask("DEL", name)
+
+
+@pytest.mark.parametrize("size", [4096, 65_536, 1_474_560, 1 << 20, 4 << 20, 5 << 20, 24 << 20])
+def test_the_bytes_of_a_record_are_what_redis_takes_for_it(server, stores, size):
+    space = space_of(size, "bytes")
+    written = stores(server.url).write(space, KEY, PARENT, memory(size))
+    taken = server.ask("MEMORY", "USAGE", name_of(space, KEY), "SAMPLES", 0)
+    assert 0.97 < written.record_bytes / taken < 1.03
+    server.ask("DEL", name_of(space, KEY))
 
 
 @pytest.mark.parametrize("seconds", [0, 3600])
@@ -156,19 +186,26 @@ def test_an_evicted_record_is_not_found(server, stores):
 
 
 SPOILT = {
-    "a string in its place": ("SET", "a string"),
-    "a short header": ("HSET", "0", "too short"),
-    "no header": ("HDEL", "0"),
-    "a piece that is missing": ("HDEL", "1"),
-    "a piece that is empty": ("HSET", "1", ""),
+    "a string that is too short": (redis_records.WHOLE_BYTES, "SETRANGE", "0", "no header"),
+    "a string that is too long": (redis_records.WHOLE_BYTES, "APPEND", "more"),
+    "a list": (redis_records.WHOLE_BYTES, "LPUSH", "an element"),
+    "an empty string": (redis_records.WHOLE_BYTES, "SET", ""),
+    "a string in a hash's place": (0, "SET", "a string"),
+    "a short header": (0, "HSET", "0", "too short"),
+    "no header": (0, "HDEL", "0"),
+    "a piece that is missing": (0, "HDEL", "1"),
+    "a piece that is empty": (0, "HSET", "1", ""),
 }
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_what_is_no_whole_record_is_corrupt_and_gone(server, stores, what):
+def test_what_is_no_whole_record_is_corrupt_and_gone(server, stores, what, monkeypatch):
+    whole_bytes, command, *words = SPOILT[what]
+    monkeypatch.setattr(redis_records, "WHOLE_BYTES", whole_bytes)
     store, space = stores(server.url), space_of(LARGE_BYTES, "spoilt")
     stored(store, space, KEY)
-    command, *words = SPOILT[what]
+    if command == "LPUSH":
+        server.ask("DEL", name_of(space, KEY))
     server.ask(command, name_of(space, KEY), *words)
     assert read(store, space, KEY) is ReadOutcome.CORRUPT
     assert server.ask("EXISTS", name_of(space, KEY)) == 0
@@ -183,7 +220,7 @@ def test_what_is_in_redis_is_not_listed(server, stores):
 def test_a_wipe_removes_thousands_and_leaves_other_keys(server, stores):
     store, space = stores(server.url), space_of(name="thousands")
     keys = chain("thousands", 3000)
-    script = "for i, key in ipairs(ARGV) do redis.call('HSET', key, '0', 'x') end"
+    script = "for i, key in ipairs(ARGV) do redis.call('SET', key, 'x') end"
     server.ask("EVAL", script, 0, *(name_of(space, key) for key in keys))
     server.ask("SET", f"kvtier:{'0' * 64}:other", "stays")
     store.wipe(space.digest)
@@ -227,6 +264,10 @@ def test_a_user_with_the_commands_of_the_documentation_can_do_everything(server,
     assert store.find(space, BLOCKS) == 1
     store.wipe(space.digest)
     assert store.find(space, BLOCKS) == 0
+    large = space_of(redis_records.WHOLE_BYTES + 4096, "permitted")
+    store.write(large, KEY, PARENT, memory(large.payload_bytes))
+    assert store.read(large, KEY, memory(large.payload_bytes)) is ReadOutcome.READ
+    store.wipe(large.digest)
 
 
 def test_settings_beside_the_url_go_before_what_is_in_it(server, stores):

@@ -160,7 +160,7 @@ def test_a_cluster_without_one_of_its_nodes_fails_in_time_and_comes_back(cluster
 
 def test_a_node_that_is_lost_need_not_be_the_one_of_the_url(cluster, store_at):
     """The first node is frozen: where slots lie is asked of the others, within the time."""
-    store = store_at(cluster[0], timeout_seconds=1)
+    store = store_at(cluster[0], timeout_seconds=0.4)
     stored(store, SPACE, *KEYS)
     others = [key for key in KEYS if owner_of(cluster, key) != 0]
     with cluster[0].frozen():
