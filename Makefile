@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PINS := constraints-cpu.txt
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
-SYSTEM_PACKAGES := redis-server prometheus
+SYSTEM_PACKAGES := redis-server prometheus fio
 
 .DELETE_ON_ERROR:
 .PHONY: venv venv-vllm system check test demo model figure figures
@@ -39,7 +39,7 @@ $(VENV)/.stamp-vllm: $(VENV)/.stamp-dev
 	@touch $@
 
 system:
-	@if ! { command -v redis-server && command -v promtool; } >/dev/null; then \
+	@if ! { command -v redis-server && command -v promtool && command -v fio; } >/dev/null; then \
 		$(SUDO) apt-get update -q && \
 		$(SUDO) env DEBIAN_FRONTEND=noninteractive \
 			apt-get install -q -y --no-install-recommends $(SYSTEM_PACKAGES); \
@@ -55,7 +55,7 @@ check: venv
 test: system venv-vllm check
 	$(BIN)/pytest -m "vllm or slow"
 
-demo: venv-vllm
+demo: system venv-vllm
 	$(BIN)/python -m loadtest.demo
 
 model: venv-vllm

@@ -1,9 +1,10 @@
 """What kvtier earns, shown on a real model through the OpenAI client.
 
 Two chapters of Python's own documentation, and a question of each of three users about them:
-answered cold; again, from the device (L0); and from host memory (L1) after the device forgot all,
-after a restart of the engine, and in a second engine beside it. Greedy answers must be the cold
-ones.
+answered cold; again, from the device (L0); from host memory (L1) after the device forgot all, after
+a restart of the engine, and in a second engine beside it; from disk (L2) after a restart of the
+server; and from Redis (L2) on a second host, which is a second server with a memory and a directory
+of its own. Greedy answers must be the cold ones.
 
     python -m loadtest.demo [--json FILE]
 """
@@ -30,7 +31,14 @@ from rich.console import Console
 from rich.table import Table
 
 from . import model
-from .stack import CPU_ENGINE_OPTIONS, Part, StackError, start_server, start_up
+from .stack import (
+    CPU_ENGINE_OPTIONS,
+    Part,
+    StackError,
+    start_redis,
+    start_server,
+    start_up,
+)
 
 CHAPTERS = ("execmodel", "with")
 """Topics of Python's documentation, which comes with every Python: about 3,000 tokens."""
@@ -45,10 +53,11 @@ CAPACITY = "1GiB"
 MODEL_TOKENS = 4096
 ENGINE_MEMORY = str(10**9)
 """Bytes of vLLM's own cache: more than this demo fills."""
-MIN_GAIN = 5.0
+MIN_GAINS = {"host": 5.0, "disk": 3.0, "redis": 3.0}
+"""What a tier must be worth: cold TTFT over that of its slowest step."""
+TIERS = {"device": "L0", "host": "L1", "disk": "disk", "redis": "Redis"}
 MIN_CACHED = 0.9
 """Share of the prompt that must come from the tier that a step is about."""
-SOURCE_METRIC = "vllm:prompt_tokens_cached_by_source_total"
 
 
 class DemoError(Exception):
@@ -57,14 +66,13 @@ class DemoError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One streamed answer. Times in seconds; `device` and `host` are cached prompt tokens."""
+    """One streamed answer. Times in seconds; `tokens` are cached prompt tokens by tier."""
 
     question: str
     text: str
     prompt_tokens: int
     cached_tokens: int
-    device: int
-    host: int
+    tokens: dict[str, int]
     ttft: float
 
 
@@ -111,14 +119,15 @@ class Screen:
 class Engine:
     """One engine, asked through the OpenAI client."""
 
-    def __init__(self, part: Part, name: str) -> None:
+    def __init__(self, part: Part, name: str, server: Part) -> None:
         self.part = part
         self.name = name
+        self.server = server
         self._client = OpenAI(base_url=f"{part.url}/v1", api_key="none", max_retries=0)
 
     def ask(self, user: str, question: str) -> Answer:
         """Return the greedy answer, streamed. Raises DemoError if there is none."""
-        before = self._cached_by_source()
+        before = self._cached()
         began = time.perf_counter()
         stream = self._client.chat.completions.create(
             model=self.name,
@@ -138,14 +147,13 @@ class Engine:
             usage = chunk.usage or usage
         if usage is None or not pieces:
             raise DemoError(f"The engine gave no answer to {question!r}.")
-        details, after = usage.prompt_tokens_details, self._cached_by_source()
+        details, after = usage.prompt_tokens_details, self._cached()
         return Answer(
             question,
             "".join(pieces),
             usage.prompt_tokens,
             (details.cached_tokens or 0) if details else 0,
-            round(after.get("device", 0) - before.get("device", 0)),
-            round(after.get("host", 0) - before.get("host", 0)),
+            {tier: tokens - before.get(tier, 0) for tier, tokens in after.items()},
             first - began,
         )
 
@@ -157,13 +165,10 @@ class Engine:
         """Empty the engine's own cache (L0), and nothing else."""
         self.part.post("/reset_prefix_cache")
 
-    def _cached_by_source(self) -> dict[str, float]:
-        found = {}
-        for line in self.part.get("/metrics").splitlines():
-            if line.startswith(SOURCE_METRIC) and 'source="' in line:
-                source = line.split('source="')[1].split('"')[0]
-                found[source] = found.get(source, 0.0) + float(line.rsplit(" ", 1)[1])
-        return found
+    def _cached(self) -> dict[str, int]:
+        """Return how many prompt tokens each tier has served since the server's start."""
+        stats = json.loads(self.server.get("/v1/stats"))
+        return {tier["tier"]: tier["tokens_hit"] for tier in stats["traffic"]}
 
 
 def main() -> int:
@@ -196,14 +201,11 @@ def main() -> int:
 def _prepare_and_run(screen: Screen, folder: Path) -> list[Step]:
     model.prepare(folder)
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as name, contextlib.ExitStack() as ends:
-        stack = _Stack(Path(name), folder, screen, ends)
-        with screen.doing(f"starting the kvtier server ({CAPACITY} of host memory)"):
-            stack.server.wait()
-        return _run(stack, screen)
+        return _run(_Stack(Path(name), folder, screen, ends), screen)
 
 
 class _Stack:
-    """The server and the engines; all end with `ends`, engines first."""
+    """Redis, the servers of two hosts, and engines; all end with `ends`, the latest first."""
 
     def __init__(
         self, folder: Path, model_folder: Path, screen: Screen, ends: contextlib.ExitStack
@@ -212,22 +214,31 @@ class _Stack:
         self._model = str(model_folder)
         self._screen = screen
         self._ends = ends
-        self.server = start_server(folder, "--capacity", CAPACITY)
-        ends.callback(self.server.stop)
+        self._redis = start_redis(folder)
+        ends.callback(self._redis.stop)
 
-    def engines(self, *names: str) -> list[Engine]:
+    def server(self, host: str) -> Part:
+        """Start a host's server, with the directory that the host has, and wait for it."""
+        options = ["--capacity", CAPACITY, "--disk", str(self._folder / f"{host}-blocks")]
+        server = start_server(self._folder, *options, "--redis", self._redis.url, name=host)
+        self._ends.callback(server.stop)
+        with self._screen.doing(f"starting the kvtier server of {host} ({CAPACITY} of memory)"):
+            server.wait()
+        return server
+
+    def engines(self, server: Part, *names: str) -> list[Engine]:
         """Start engines at the same time through `kvtier up`, and wait for them."""
         options = [self._model, *CPU_ENGINE_OPTIONS, "--max-model-len", str(MODEL_TOKENS)]
         options += ["--kv-cache-memory-bytes", ENGINE_MEMORY]
-        up = ["--socket", str(self._folder / "server.sock")]
         parts = []
         for name in names:
+            up = ["--socket", str(server.socket)]
             parts.append(start_up(self._folder, up, options, name))
             self._ends.callback(parts[-1].stop)
         with self._screen.doing(f"starting vLLM: {' and '.join(names)} (up to a minute)"):
             for part in parts:
                 part.wait()
-        engines = [Engine(part, self._model) for part in parts]
+        engines = [Engine(part, self._model, server) for part in parts]
         for engine in engines:
             engine.warm_up()
         return engines
@@ -240,12 +251,13 @@ def _run(stack: _Stack, screen: Screen) -> list[Step]:
         answers = []
         with screen.doing(f"{name}: {len(QUESTIONS)} questions"):
             for user, question in QUESTIONS.items():
-                if source == "host":
+                if source not in ("none", "device"):
                     engine.forget()
                 answers.append(engine.ask(user, question))
         return Step(name, source, answers)
 
-    (engine,) = stack.engines("engine A")
+    server = stack.server("host-1")
+    (engine,) = stack.engines(server, "engine A")
     steps = [step("cold", "none", engine)]
     for answer in steps[0].answers:
         screen.console.print(f"  [dim]{answer.question}[/] {answer.text!r}", soft_wrap=True)
@@ -253,9 +265,19 @@ def _run(stack: _Stack, screen: Screen) -> list[Step]:
     steps.append(step("L0 emptied", "host", engine))
     with screen.doing("stopping engine A; the server keeps running"):
         engine.part.stop()
-    restarted, second = stack.engines("engine A", "engine B")
+    restarted, second = stack.engines(server, "engine A", "engine B")
     steps.append(step("engine restarted", "host", restarted))
     steps.append(step("second engine", "host", second))
+    with screen.doing("stopping the server and engine B; engine A keeps running"):
+        second.part.stop()
+        server.stop()
+    restarted.server = stack.server("host-1")
+    restarted.warm_up()
+    steps.append(step("server restarted", "disk", restarted))
+    with screen.doing("stopping engine A"):
+        restarted.part.stop()
+    (elsewhere,) = stack.engines(stack.server("host-2"), "engine C")
+    steps.append(step("second host", "redis", elsewhere))
     return steps
 
 
@@ -266,14 +288,16 @@ def _document() -> str:
 def _show(screen: Screen, steps: Sequence[Step]) -> None:
     table = Table(title=f"medians of {len(QUESTIONS)} questions", title_justify="left")
     table.add_column("step")
-    for column in ("prompt tokens", "from L0", "from L1", "TTFT", "gain"):
+    for column in ("prompt tokens", *(f"from {name}" for name in TIERS.values()), "TTFT", "gain"):
         table.add_column(column, justify="right")
     for step in steps:
+        tiers = [
+            _median(step, lambda answer, tier=tier: answer.tokens.get(tier, 0)) for tier in TIERS
+        ]
         table.add_row(
             step.name,
             _median(step, lambda answer: answer.prompt_tokens),
-            _median(step, lambda answer: answer.device),
-            _median(step, lambda answer: answer.host),
+            *tiers,
             f"{step.ttft:.3f} s",
             f"{steps[0].ttft / step.ttft:.1f}x",
         )
@@ -293,7 +317,7 @@ def _check(steps: Sequence[Step]) -> None:
                     f"{step.name}: the answer to {answer.question!r} is {answer.text!r}, and was "
                     f"{cold.text!r} cold."
                 )
-            wanted = {"device": answer.device, "host": answer.host, "none": 0}[step.source]
+            wanted = answer.tokens.get(step.source, 0)
             if step.source == "none" and answer.cached_tokens:
                 raise DemoError(f"{step.name}: {answer.cached_tokens} tokens came from a cache.")
             if step.source != "none" and wanted < MIN_CACHED * answer.prompt_tokens:
@@ -301,20 +325,22 @@ def _check(steps: Sequence[Step]) -> None:
                     f"{step.name}: only {wanted} of {answer.prompt_tokens} prompt tokens came from "
                     f"the {step.source} tier."
                 )
-    if (gain := l1_gain(steps)) < MIN_GAIN:
-        raise DemoError(f"The gain from L1 is {gain:.1f}, and should be {MIN_GAIN:.0f} or more.")
+    for tier, least in MIN_GAINS.items():
+        if (gain := gain_from(steps, tier)) < least:
+            raise DemoError(f"The gain from {tier} is {gain:.1f}, and should be {least:g} or more.")
 
 
-def l1_gain(steps: Sequence[Step]) -> float:
-    """Return the cold median TTFT over that of the slowest step served from L1."""
-    return steps[0].ttft / max(step.ttft for step in steps if step.source == "host")
+def gain_from(steps: Sequence[Step], tier: str) -> float:
+    """Return the cold median TTFT over that of the slowest step served from a tier."""
+    return steps[0].ttft / max(step.ttft for step in steps if step.source == tier)
 
 
 def _write(file: Path, steps: Sequence[Step]) -> None:
     results = {
         "figure": "demo_l1_gain",
-        "value": l1_gain(steps),
-        "bound": MIN_GAIN,
+        "value": gain_from(steps, "host"),
+        "bound": MIN_GAINS["host"],
+        "gains": {tier: gain_from(steps, tier) for tier in MIN_GAINS},
         "machine": {"cpus": os.cpu_count(), "machine": platform.machine()},
         "python": platform.python_version(),
         "steps": [asdict(step) | {"ttft": step.ttft} for step in steps],

@@ -7,7 +7,9 @@ started here ends with `stop`, at the latest with this process.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import sys
 import time
 import urllib.error
@@ -27,6 +29,9 @@ STOP_SECONDS = 40.0
 TAIL_LINES = 40
 CPU_ENGINE_OPTIONS = ("--dtype", "float32", "--block-size", "32", "--enforce-eager")
 """float32, because bf16 is emulated on CPUs without AVX-512; CPU attention takes blocks of 32."""
+
+
+REDIS_MEMORY = "2gb"
 
 
 class StackError(Exception):
@@ -103,6 +108,20 @@ class Part:
             raise StackError(f"{self.child.name}, {request.full_url}: {error}.") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Redis:
+    """A running redis-server."""
+
+    child: Child
+    url: str
+
+    def stop(self) -> None:
+        """End it: it keeps nothing."""
+        if self.child.exit_code() is None:
+            self.child.send(signal.SIGTERM)
+        self.child.reap()
+
+
 def start_server(folder: Path, *options: str, name: str = "server") -> Part:
     """Start `kvtier serve` with its socket and log in `folder`. Returns at once."""
     port = free_port(LOOPBACK)
@@ -130,6 +149,34 @@ def start_vllm(
     command += ["--port", str(port), "--enable-prompt-tokens-details", *engine]
     child, log = _start(f"vLLM ({name})", command, folder / f"{name}.log", environment)
     return Part(child, f"http://{LOOPBACK}:{port}", log, "/health", ENGINE_SECONDS)
+
+
+def start_redis(folder: Path) -> Redis:
+    """Start a redis-server that keeps nothing on disk, and wait for it. Raises StackError."""
+    port = free_port(LOOPBACK)
+    log = folder / "redis.log"
+    command = ["redis-server", "--bind", LOOPBACK, "--port", str(port), "--dir", str(folder)]
+    command += ["--save", "", "--appendonly", "no", "--maxmemory", REDIS_MEMORY]
+    command += ["--maxmemory-policy", "allkeys-lru"]
+    if shutil.which(command[0]) is None:
+        raise StackError("redis-server is not installed: run `make system`, or install it")
+    with log.open("ab") as output:
+        child = Child("redis-server", command, dict(os.environ), output.fileno())
+    redis = Redis(child, f"redis://{LOOPBACK}:{port}")
+    end = time.monotonic() + SERVER_SECONDS
+    while not _listens(port):
+        if child.exit_code() is not None or time.monotonic() > end:
+            raise StackError(f"redis-server did not start: {log.read_text()[-500:]}")
+        time.sleep(POLL_SECONDS)
+    return redis
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection((LOOPBACK, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def start_part(

@@ -123,7 +123,8 @@ def expect(header: Header, namespace: bytes, key: BlockKey, payload_bytes: int) 
         raise RecordError("the record is another block's")
     if header.payload_bytes != payload_bytes:
         raise RecordError(f"a payload of {header.payload_bytes} bytes, expected {payload_bytes}")
-    if not 0 < header.stored_bytes <= payload_bytes:
+    least = payload_bytes if header.codec is Codec.RAW else 1
+    if not least <= header.stored_bytes <= payload_bytes:
         raise RecordError(f"{header.stored_bytes} stored bytes for a payload of {payload_bytes}")
 
 

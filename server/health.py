@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("kvtier.health")
 
+_NO_WRITES = (Fault.FULL, Fault.READ_ONLY)
+"""Faults after which reads go on."""
 NO_WRITES_SECONDS = 1.0
 """How long a medium that took no write is not asked to take another."""
 
@@ -68,13 +70,14 @@ class Health:
 
     def ready(self, job: Job[None]) -> bool:
         """Take note of how getting ready went, at the start or as a probe."""
-        if not self.opened and isinstance(job.error, TierFault):
-            self._count(job.error)
-            self._fail(job.error, at_once=True)
+        error = job.error
+        if not self.opened and isinstance(error, TierFault) and error.fault not in _NO_WRITES:
+            self._count(error)
+            self._fail(error, at_once=True)
             return False
         if not self.judge(job) and not self.breaker.closed:
             return False
-        if self.opened and self._said:
+        if error is None and self._said:
             log.info("the %s tier is back", self._tier)
             self._said = ""
         self.opened = True
@@ -88,7 +91,7 @@ class Health:
 
     def _fault(self, fault: TierFault) -> None:
         self._count(fault)
-        if fault.fault not in (Fault.FULL, Fault.READ_ONLY):
+        if fault.fault not in _NO_WRITES:
             self._fail(fault)
             return
         now = self._clock()

@@ -39,6 +39,8 @@ FULL_SHARE = 64
 """Of what it holds, a tier on a full medium gives up 1 ÷ this before it writes again."""
 RESCAN_SECONDS = 5.0
 """How often a directory that other servers may share is looked through for changes."""
+LOOK_PAUSES = 20
+"""After a look that took long, the next one comes after so many times as long."""
 ORDERED_AT_ONCE = 500
 """Records of a scan that the policy is told of in one turn of the loop."""
 
@@ -97,6 +99,7 @@ class LowerTier:
         """Namespaces whose records are not to be used until they are removed."""
         self._arrivals: deque[Callable[[], None]] = deque()
         self._look_again = float("inf")
+        self._looking_since = 0.0
         self._closed = False
 
     # State.
@@ -338,11 +341,13 @@ class LowerTier:
         self._busy[digest] -= 1
         if self.health.judge(job):
             self._wiping.discard(digest)
+            self._look_again = min(self._look_again, self._clock())  # Folders went as well.
 
     # Looking at what is there.
 
     def _look(self) -> None:
         self._look_again = float("inf")
+        self._looking_since = self._clock()
         self._index.begin_look()
         self._pool.submit(Urgency.PREFETCH, self._scan, self._looked)
 
@@ -374,7 +379,9 @@ class LowerTier:
         self._hand_in(partial(self._all_known, self.health.judge(job)))
 
     def _all_known(self, well: bool) -> None:
-        self._look_again = self._clock() + RESCAN_SECONDS
+        now = self._clock()
+        took = now - self._looking_since
+        self._look_again = now + max(RESCAN_SECONDS, LOOK_PAUSES * took)
         if well and not self.scanned:
             self.scanned = True
             log.info("the %s tier holds %d blocks", self.tier, len(self))

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 from .config import Settings
 from .core import LOWER_TIERS, Tier, WriteMode
-from .errors import StartError
 from .lower import LowerOptions, LowerTier
 from .metrics import Metrics
 from .tiers.base import RecordStore
 from .tiers.breaker import BreakerOptions
 from .tiers.disk import DiskOptions, DiskStore
+from .tiers.redis import RedisOptions, RedisStore
 
 TICK_SECONDS = 0.25
 DRAIN_POLL_SECONDS = 0.02
@@ -32,7 +32,7 @@ def configured(settings: Settings) -> list[Tier]:
 def lower_tiers(
     settings: Settings, metrics: Metrics, post: Callable[[Callable[[], None]], object]
 ) -> list[LowerTier]:
-    """Return the tiers below the host tier, the faster first. Raises StartError, SettingsError."""
+    """Return the tiers below the host tier, the faster first. Raises SettingsError."""
     tiers = []
     disk, redis = settings.disk, settings.redis
     queue = settings.host.capacity // QUEUE_SHARE
@@ -63,12 +63,6 @@ def lower_tiers(
 
 
 def _redis(settings: Settings) -> RecordStore:
-    try:
-        from .tiers.redis import RedisOptions, RedisStore  # noqa: PLC0415  # An extra.
-    except ImportError as error:
-        raise StartError(
-            f"redis.url is set, but {error.name} is not installed: pip install 'kvtier[redis]'"
-        ) from None
     redis = settings.redis
     assert redis.url is not None, "there is a Redis tier"
     return RedisStore(

@@ -59,6 +59,7 @@ class Listing(NamedTuple):
     """All records of one namespace whose keys begin with one byte."""
 
     namespace: str
+    """Empty for what belongs to no namespace; it has no records then."""
     first: int
     """That byte."""
     records: list[Held]
@@ -71,7 +72,7 @@ class Written(NamedTuple):
 
     record_bytes: int
     overhead_bytes: int
-    """Taken for good, and not for this record alone: a new directory, for example."""
+    """Taken, and not for this record alone: a new directory, for example. Negative if less."""
 
 
 class RecordStore(ABC):
@@ -83,7 +84,10 @@ class RecordStore(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Get ready, or ready again after a fault. Raises TierFault."""
+        """Get ready, or ready again after a fault. Raises TierFault.
+
+        After FULL and READ_ONLY, reads may go on.
+        """
 
     @abstractmethod
     def scan(self) -> Iterator[Listing]:
