@@ -82,17 +82,19 @@ def reads(payload_bytes: int, path: Path | None = None) -> list[Pair]:
     """Measure reads."""
     with _bench(payload_bytes, path) as bench:
         bench.each(bench.write)
-        folder = bench.links()
-        command = bench.fio("read", folder, "--allow_file_create=0")
+        fio = FioReads(bench.files(), bench.folder / "links", THREADS)
         bench.each(bench.read)
-        return _pairs(lambda: bench.each(bench.read), lambda: _fio_speed(command, "read"))
+        pairs = _pairs(lambda: bench.each(bench.read), fio.speed)
+    _show(f"read of {payload_bytes / 1e6:.2f} MB", pairs, "GB/s", 1e-9, "fio")
+    return pairs
 
 
 def writes(payload_bytes: int, path: Path | None = None) -> list[Pair]:
     """Measure writes of files that are not there yet."""
     with _bench(payload_bytes, path) as bench:
         folder = bench.folder / "fio"
-        command = bench.fio("write", folder, "--create_on_open=1", "--fallocate=none")
+        files = _Files(folder, bench.record_bytes, len(bench.keys), THREADS)
+        command = _fio("write", files, "--create_on_open=1", "--fallocate=none")
 
         def ours() -> float:
             try:
@@ -108,21 +110,16 @@ def writes(payload_bytes: int, path: Path | None = None) -> list[Pair]:
                 shutil.rmtree(folder)
 
         ours()
-        return _pairs(ours, theirs)
+        pairs = _pairs(ours, theirs)
+    _show(f"write of {payload_bytes / 1e6:.2f} MB", pairs, "GB/s", 1e-9, "fio")
+    return pairs
 
 
 def scans(path: Path | None = None) -> list[Pair]:
     """Measure scans of files without content: only names and times count."""
     with _folder(path) as folder:
         options = DiskOptions(folder / "store", 0)
-        store = DiskStore(options)
-        store.open()
-        above = options.path / hashlib.sha256(b"scan").hexdigest()
-        for first in range(256):
-            (above / f"{first:02x}").mkdir(parents=True)
-        for number in range(SCANNED_FILES):
-            name = hashlib.sha256(b"%d" % number).hexdigest()
-            (above / name[:2] / f"{name}.kv").touch()
+        fill(options.path, SCANNED_FILES)
         find = f"find {options.path} -printf '%p %s %b %T@\\n' > /dev/null"
 
         def scan() -> None:
@@ -133,9 +130,22 @@ def scans(path: Path | None = None) -> list[Pair]:
             subprocess.run(find, shell=True, check=True)
 
         scan()
-        return _pairs(
+        pairs = _pairs(
             lambda: SCANNED_FILES / _seconds(scan), lambda: SCANNED_FILES / _seconds(theirs)
         )
+    _show(f"scan of {SCANNED_FILES:,} files", pairs, "files/s", 1.0, "find")
+    return pairs
+
+
+def fill(path: Path, count: int) -> None:
+    """Make the directory of a store with so many records without content: only names and times."""
+    DiskStore(DiskOptions(path, 0)).open()
+    above = path / hashlib.sha256(b"scan").hexdigest()
+    for first in range(256):
+        (above / f"{first:02x}").mkdir(parents=True)
+    for number in range(count):
+        name = hashlib.sha256(b"%d" % number).hexdigest()
+        (above / name[:2] / f"{name}.kv").touch()
 
 
 class _Bench:
@@ -177,27 +187,53 @@ class _Bench:
         """Write a block from its slot."""
         self.store.write(self.space, key, b"", slot)
 
-    def links(self) -> Path:
-        """Return a folder with the files of all records under names that fio can be told of."""
-        folder = self.folder / "links"
-        folder.mkdir()
+    def files(self) -> list[Path]:
+        """Return the files of all records."""
         files = sorted(self.folder.rglob("*.kv"))
         assert len(files) == len(self.keys), "each block is a file"
-        for number, file in enumerate(files):
-            (folder / f"{number % THREADS}.{number // THREADS}").hardlink_to(file)
-        return folder
+        return files
 
-    def fio(self, rw: str, folder: Path, *more: str) -> list[str]:
-        """Return the command that goes through such a folder, with a job for each thread."""
-        share = len(self.keys) // THREADS
-        common = [
-            *("fio", "--output-format=json", "--group_reporting", "--direct=1"),
-            *("--ioengine=psync", "--thread", f"--rw={rw}", f"--bs={self.record_bytes}"),
-            *("--file_service_type=sequential", f"--directory={folder}", *more),
-            *("--filename_format=$jobname.$filenum", f"--nrfiles={share}"),
-            *(f"--filesize={self.record_bytes}", f"--size={self.record_bytes * share}"),
-        ]
-        return common + [f"--name={job}" for job in range(THREADS)]
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What fio goes through: as many files of one size for each job, under names that it makes."""
+
+    folder: Path
+    record_bytes: int
+    count: int
+    jobs: int
+
+
+class FioReads:
+    """fio reading records that are there, whole and O_DIRECT, with one record a job at a time."""
+
+    def __init__(self, records: Sequence[Path], folder: Path, jobs: int) -> None:
+        """Make `folder`, with links to the records, all of one size. Raises RigError."""
+        _need_fio()
+        sizes = {record.stat().st_size for record in records}
+        assert len(sizes) == 1, "all records are of one size"
+        assert not len(records) % jobs, "each job has as many records"
+        folder.mkdir()
+        for number, record in enumerate(records):
+            (folder / f"{number % jobs}.{number // jobs}").hardlink_to(record)
+        files = _Files(folder, sizes.pop(), len(records), jobs)
+        self._command = _fio("read", files, "--allow_file_create=0")
+
+    def speed(self) -> float:
+        """Read all records once. Returns bytes a second."""
+        return _fio_speed(self._command, "read")
+
+
+def _fio(rw: str, files: _Files, *more: str) -> list[str]:
+    share = files.count // files.jobs
+    common = [
+        *("fio", "--output-format=json", "--group_reporting", "--direct=1"),
+        *("--ioengine=psync", "--thread", f"--rw={rw}", f"--bs={files.record_bytes}"),
+        *("--file_service_type=sequential", f"--directory={files.folder}", *more),
+        *("--filename_format=$jobname.$filenum", f"--nrfiles={share}"),
+        *(f"--filesize={files.record_bytes}", f"--size={files.record_bytes * share}"),
+    ]
+    return common + [f"--name={job}" for job in range(files.jobs)]
 
 
 def _slots(payload_bytes: int) -> Iterator[memoryview]:
@@ -219,8 +255,7 @@ def _folder(path: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _bench(payload_bytes: int, path: Path | None) -> Iterator[_Bench]:
-    if shutil.which("fio") is None:
-        raise RigError("fio is not installed, and it is what the disk tier is measured against")
+    _need_fio()
     with _folder(path) as folder:
         bench = _Bench(folder, payload_bytes)
         try:
@@ -247,6 +282,11 @@ def _pairs(ours: Callable[[], float], theirs: Callable[[], float]) -> list[Pair]
     return pairs
 
 
+def _need_fio() -> None:
+    if shutil.which("fio") is None:
+        raise RigError("fio is not installed, and it is what the disk tier is measured against")
+
+
 def _fio_speed(command: Sequence[str], direction: str) -> float:
     done = subprocess.run(
         command, text=True, capture_output=True, timeout=FIO_SECONDS_AT_MOST, check=False
@@ -269,13 +309,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--path", type=Path, help="directory to measure in")
     path = parser.parse_args(arguments).path
     for size in PAYLOAD_BYTES:
-        for what, measure in (("read", reads), ("write", writes)):
-            _print(f"{what} of {size / 1e6:.2f} MB", measure(size, path), "GB/s", 1e-9, "fio")
-    _print("scan", scans(path), "files/s", 1.0, "find")
+        reads(size, path)
+        writes(size, path)
+    scans(path)
     return 0
 
 
-def _print(what: str, pairs: Sequence[Pair], unit: str, scale: float, theirs: str) -> None:
+def _show(what: str, pairs: Sequence[Pair], unit: str, scale: float, theirs: str) -> None:
     rows = [
         Row("kvtier", [pair.ours for pair in pairs], unit, scale),
         Row(theirs, [pair.theirs for pair in pairs], unit, scale),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -25,9 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.core import KEY_BYTES, ReadOutcome
+from kvtier.endpoints import free_port
 from kvtier.tiers.base import Space
 from kvtier.tiers.redis import RedisOptions, RedisStore
 
+from .report import Row, show
 from .rig import RigError
 
 BLOCK_BYTES = 1_474_560
@@ -47,6 +50,7 @@ class Server:
 
     path: Path
     port: int
+    pid: int
 
     def url(self, road: str) -> str:
         """Return the server's URL: over its unix socket or over loopback TCP."""
@@ -183,13 +187,17 @@ class Pairs:
 def read_ratios() -> list[float]:
     """Return our bandwidth of reads ÷ the bare client's, pair by pair, over a unix socket."""
     with redis_server() as server:
-        return compare(server, "unix", "read", Bare).ratios
+        pairs = compare(server, "unix", "read", Bare)
+    _show("read", pairs)
+    return pairs.ratios
 
 
 def write_ratios() -> list[float]:
     """Return our bandwidth of writes ÷ the bare client's, pair by pair, over a unix socket."""
     with redis_server() as server:
-        return compare(server, "unix", "write", Bare).ratios
+        pairs = compare(server, "unix", "write", Bare)
+    _show("write", pairs)
+    return pairs.ratios
 
 
 def find_milliseconds() -> list[float]:
@@ -226,24 +234,39 @@ def compare(server: Server, road: str, direction: str, other: type[Bare | Plain]
 
 
 @contextlib.contextmanager
-def redis_server() -> Iterator[Server]:
-    """Run a redis-server that keeps nothing on disk. Raises RigError."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        server = Server(Path(folder) / "redis.sock", taken.getsockname()[1])
-        taken.close()
-        command = ["redis-server", "--port", str(server.port), "--bind", "127.0.0.1"]
-        command += ["--unixsocket", str(server.path), "--dir", folder, "--save", ""]
+def redis_server(*options: str) -> Iterator[Server]:
+    """Run a redis-server that keeps nothing on disk. It may be stopped at the end: SIGSTOP.
+
+    Raises RigError.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvtier-redis-") as folder:
+        path, port = Path(folder) / "redis.sock", free_port("127.0.0.1")
+        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1"]
+        command += ["--unixsocket", str(path), "--dir", folder, "--save", "", *options]
         try:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         except FileNotFoundError:
             raise RigError("redis-server is not installed") from None
         try:
+            server = Server(path, port, process.pid)
             _wait_for(server)
             yield server
         finally:
+            process.send_signal(signal.SIGCONT)
             process.terminate()
             process.wait()
+
+
+@contextlib.contextmanager
+def bare_reads(server: Server, road: str) -> Iterator[Callable[[], float]]:
+    """Write records of the bare client's. Gives what reads them and returns bytes a second."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        bare = Bare(server, road, Blocks())
+        try:
+            _bandwidth(pool, bare.write)
+            yield lambda: _bandwidth(pool, bare.read)
+        finally:
+            bare.close()
 
 
 def main() -> int:
@@ -265,6 +288,15 @@ def main() -> int:
                     )
     print(f"find of {FIND_KEYS} keys: {statistics.median(find_milliseconds()):.2f} ms over TCP")
     return 0
+
+
+def _show(direction: str, pairs: Pairs) -> None:
+    rows = [
+        Row("kvtier", pairs.ours, "GB/s", 1e-9),
+        Row("a bare client", pairs.other, "GB/s", 1e-9),
+        Row("kvtier ÷ bare client", pairs.ratios),
+    ]
+    show(f"Redis over its unix socket: {direction} of {BLOCK_BYTES / 1e6:.2f} MB", rows)
 
 
 def _share(blocks: Blocks, thread: int) -> list[tuple[bytes, memoryview]]:

@@ -12,7 +12,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,20 +109,27 @@ class Rig:
 
     def wait_stored(self, blocks: float) -> None:
         """Wait until the server has taken so many blocks in all. Raises RigError."""
-        end = time.monotonic() + STORE_SECONDS
-        while self.stored() < blocks:
-            if time.monotonic() > end:
-                raise RigError(f"only {self.stored():.0f} of {blocks:.0f} blocks were stored.")
-            time.sleep(0.05)
+        _wait(self.stored, blocks, "stored")
+
+    def written(self, tier: str) -> float:
+        """Return how many blocks a lower tier has taken."""
+        return counter(self.server, "kvtier_writes_total", tier=tier, outcome="written")
+
+    def wait_written(self, tier: str, blocks: float) -> None:
+        """Wait until a lower tier has taken so many blocks in all. Raises RigError."""
+        _wait(lambda: self.written(tier), blocks, f"written to {tier}")
 
 
 @contextlib.contextmanager
-def rig(*names: str) -> Iterator[Rig]:
-    """Start a server and the engines WITH or WITHOUT, ready and past their first requests."""
+def rig(*names: str, capacity: str = CAPACITY, lower: Sequence[str] = ()) -> Iterator[Rig]:
+    """Start a server and the engines WITH or WITHOUT, ready and past their first requests.
+
+    `lower` are options of the server that give it tiers below the host tier.
+    """
     folder = str(model.prepare(model.DEFAULT_FOLDER))
     with contextlib.ExitStack() as ends:
         work = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-rig-")))
-        server = start_server(work, "--capacity", CAPACITY)
+        server = start_server(work, "--capacity", capacity, *lower)
         ends.callback(server.stop)
         server.wait()
         parts = {}
@@ -154,6 +161,14 @@ def counter(part: Part, name: str, **labels: str) -> float:
     if not found:
         raise RigError(f"{part.child.name} has no metric {name}.")
     return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def _wait(have: Callable[[], float], blocks: float, what: str) -> None:
+    end = time.monotonic() + STORE_SECONDS
+    while have() < blocks:
+        if time.monotonic() > end:
+            raise RigError(f"only {have():.0f} of {blocks:.0f} blocks were {what}.")
+        time.sleep(0.05)
 
 
 def _body(prompt_ids: Sequence[int], tokens: int) -> dict[str, object]:

@@ -106,14 +106,20 @@ def l1() -> Warm:
 def cold() -> Pairs:
     """Measure prompts that nobody has seen, with kvtier and without. Takes three minutes."""
     with rig(WITH, WITHOUT) as running:
-        for name in (WITH, WITHOUT) * 2:
-            running[name].ask(prompt(f"warm-up-{name}", COLD_TOKENS))
-        pairs = Pairs([], [])
-        for number in more(COLD_PAIRS_AT_LEAST, COLD_PAIRS_AT_MOST, COLD_SECONDS):
-            _cold_pair(running, number, pairs)
+        return cold_pairs(running, "")
+
+
+def cold_pairs(running: Rig, about: str) -> Pairs:
+    """Measure the same with the engines of a rig; `about` stands in the table's title."""
+    for name in (WITH, WITHOUT) * 2:
+        running[name].ask(prompt(f"warm-up-{name}", COLD_TOKENS))
+    pairs = Pairs([], [])
+    for number in more(COLD_PAIRS_AT_LEAST, COLD_PAIRS_AT_MOST, COLD_SECONDS):
+        _cold_pair(running, number, pairs)
     rows = [Row(f"TTFT {WITH}", pairs.with_kvtier, "ms", 1e3)]
     rows += [Row(f"TTFT {WITHOUT}", pairs.without, "ms", 1e3)]
-    show(f"cold prompts of {COLD_TOKENS} tokens", [*rows, Row("with ÷ without", pairs.ratios)])
+    rows += [Row("with ÷ without", pairs.ratios)]
+    show(f"cold prompts of {COLD_TOKENS} tokens{about}", rows)
     return pairs
 
 
@@ -150,17 +156,18 @@ def _cold_pair(running: Rig, number: int, pairs: Pairs) -> None:
 
 def _warm_pair(engine: Engine, tokens: list[int], copy: _Copy) -> tuple[float, float, float]:
     """Return TTFT from L0, TTFT from L1, and seconds of a copy, one right after the other."""
-    device = _hit(engine, tokens)
+    device = hit(engine, tokens)
     host = _from_host(engine, tokens)
     return device, host, copy.seconds()
 
 
 def _from_host(engine: Engine, tokens: list[int]) -> float:
     engine.forget()
-    return _hit(engine, tokens)
+    return hit(engine, tokens)
 
 
-def _hit(engine: Engine, tokens: list[int]) -> float:
+def hit(engine: Engine, tokens: list[int]) -> float:
+    """Return the TTFT of a prompt that is cached as a whole. Raises RigError if it is not."""
     asked = engine.ask(tokens)
     if asked.cached != PROMPT_BLOCKS * BLOCK_TOKENS:
         raise RigError(f"only {asked.cached} of {PROMPT_TOKENS} tokens were cached.")

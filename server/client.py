@@ -168,6 +168,7 @@ class Client:
 
     def look(self) -> None:
         """Notice, without waiting, whether the server has closed the connection."""
+        self.meet()  # The new connection may have been closed before anybody took it up.
         self._drained()
 
     def _drained(self) -> Link | None:

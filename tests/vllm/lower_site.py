@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import BLOCK, no_leaks, prompt
+from inprocess import Ask
 from support import until
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tiers")]  # for redis_servers.py
@@ -30,6 +31,10 @@ SHELVED = 24
 BACK_SECONDS = 40.0
 """Longest wait for a tier that is well again: probes become rare while it is not."""
 CAPACITY = {"capacity": "64MiB"}
+
+STORE_NOTHING = {"kv_transfer_params": {"kvtier": {"store": False}}}
+HELLO = Ask(prompt(99, BLOCK + 3), sampling={"max_tokens": 1, "extra_args": STORE_NOTHING})
+"""Asks for one block, and leaves nothing."""
 
 NOTE_KEYS = """
 side = scheduler_side()
@@ -82,10 +87,10 @@ class Site:
 
     def meet(self):
         """Wait until the engine knows the server, and the server what it has."""
-        self.engine.forget()
 
         def met():
-            self.engine.complete(prompt(99, 3), 1)
+            self.engine.forget()
+            self.engine.generate([HELLO])  # It asks the server, and so finds out that it is new.
             return len(self.json("/v1/sessions")) == 2
 
         until(met, "the engine's sessions")

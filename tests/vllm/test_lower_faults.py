@@ -326,6 +326,7 @@ def test_a_server_that_is_killed_as_it_writes_leaves_whole_records_within_its_bu
         found |= site.engine.step()
     site.kill()
     found |= site.engine.drain()
+    assert records(path) <= budget + RECORD_BYTES
     cold = [each.tokens for each in plain.complete_all(asked, DECODE)]
     assert [found[each].tokens for each in ids] == cold
     leftover = next(path.rglob("*.kv")).parent / f".{'a' * 64}.{'b' * 32}.tmp"
