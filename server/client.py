@@ -29,6 +29,8 @@ from . import protocol as wire
 from .errors import ProtocolError
 
 READ_BYTES = 1 << 18
+LOOK_SECONDS = 0.25
+"""How often the thread looks whether the connection still stands."""
 CONTROL_BYTES = socket.CMSG_SPACE(4 * 8)
 """Room for the descriptors that may come with one read."""
 
@@ -86,7 +88,9 @@ class Client:
         Sessions change here and nowhere else, so that a caller always knows which one its slots
         belong to. None means that there is no server now.
         """
-        if self._link is None and self._ready is not None:
+        if self._ready is not None:
+            if self._link is not None:  # Its server has gone, and a new one is there already.
+                self._fail(self._link, ConnectionResetError("the server closed the connection"))
             self._link, self._ready = self._ready, None
         return None if self._link is None else self._link.welcome
 
@@ -214,7 +218,7 @@ class Client:
 
     def _keep_connected(self) -> None:
         while not self._closed.is_set():
-            self._wanted.wait()
+            self._wanted.wait(LOOK_SECONDS)
             self._wanted.clear()
             while self._alone and not self._closed.wait(self._pause):
                 self._pause = min(self._pause * 2, self._options.pause_most)
@@ -222,7 +226,9 @@ class Client:
 
     @property
     def _alone(self) -> bool:
-        return self._link is None and self._ready is None
+        """Whether a connection is wanted: an engine that rests does not notice a lost one."""
+        link = self._link
+        return self._ready is None and (link is None or link.hung_up)
 
     def _try_connect(self) -> None:
         try:
@@ -320,6 +326,16 @@ class Link:
                 self.changed.append(reply)
             case _:
                 raise ProtocolError("protocol", f"nobody waits for {reply!r}")
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether the server has closed the connection. From any thread, without waiting."""
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLRDHUP)
+        except ValueError:  # Closed by ourselves just now.
+            return True
+        return bool(poll.poll(0))
 
     def _wait(self, event: int, until: float) -> None:
         left = until - time.monotonic()

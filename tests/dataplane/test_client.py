@@ -151,6 +151,18 @@ def test_a_restarted_server_is_a_new_session(connect, planes):
     assert client.meet().server != before.server
 
 
+def test_a_client_that_rests_is_connected_to_the_next_server_before_it_asks(connect, planes):
+    first = planes()
+    client = connect(pause_first=0.02)
+    before = client.meet()
+    first.stop()
+    planes()
+    until(lambda: client._ready is not None, "the new connection")
+    assert client.meet().server != before.server
+    assert client.lookup(KEY, 0).slots == [], "no call was lost"
+    assert client.failures["disconnect"] == 1
+
+
 def test_sessions_change_only_when_met(connect, planes):
     plane = planes()
     client = connect(pause_first=0.01)
