@@ -67,8 +67,13 @@ class Cascade:
         return [lower for lower in self._lowers if lower.write_mode is mode]
 
     def _write(self, lower: LowerTier, space: Namespace, block: Block) -> bool:
-        """Begin to write a block. Returns whether it was begun."""
+        """Begin to write a block. Returns whether it was begun.
+
+        One that is not visible any more has no slot: its use may be told late.
+        """
         one = (lower.tier, block)
+        if space.blocks.get(block.key) is not block:
+            return False
         if one in self._under_way or lower.holds(space.records, block.key):
             return False
         parent = block.parent.key if block.parent is not None else b""
