@@ -116,7 +116,7 @@ def writes(payload_bytes: int, path: Path | None = None) -> list[Pair]:
 
 
 def scans(path: Path | None = None) -> list[Pair]:
-    """Measure scans of files without content: only names and times count."""
+    """Measure scans of empty files: only names and times count."""
     with _folder(path) as folder:
         options = DiskOptions(folder / "store", 0)
         fill(options.path, SCANNED_FILES)
@@ -137,15 +137,17 @@ def scans(path: Path | None = None) -> list[Pair]:
     return pairs
 
 
-def fill(path: Path, count: int) -> None:
-    """Make the directory of a store with so many records without content: only names and times."""
+def fill(path: Path, count: int, record_bytes: int = 0) -> None:
+    """Make the directory of a store with so many records that have a size, but no content."""
     DiskStore(DiskOptions(path, 0)).open()
     above = path / hashlib.sha256(b"scan").hexdigest()
     for first in range(256):
         (above / f"{first:02x}").mkdir(parents=True)
     for number in range(count):
         name = hashlib.sha256(b"%d" % number).hexdigest()
-        (above / name[:2] / f"{name}.kv").touch()
+        with (above / name[:2] / f"{name}.kv").open("wb") as file:
+            if record_bytes:
+                os.posix_fallocate(file.fileno(), 0, record_bytes)
 
 
 class _Bench:

@@ -129,6 +129,76 @@ def replay_blocks_per_second() -> list[float]:
     return replay_speed.measure()
 
 
+def disk_read_ratio() -> list[float]:
+    """Return bytes/s of the disk tier's reads ÷ fio's, pair by pair."""
+    from . import disk_speed
+
+    return disk_speed.disk_read_ratio()
+
+
+def disk_write_ratio() -> list[float]:
+    """Return bytes/s of the disk tier's writes ÷ fio's, pair by pair."""
+    from . import disk_speed
+
+    return disk_speed.disk_write_ratio()
+
+
+def scan_ratio() -> list[float]:
+    """Return the time of a scan of the disk tier ÷ that of find, pair by pair."""
+    from . import disk_speed
+
+    return disk_speed.scan_ratio()
+
+
+def redis_read_ratio() -> list[float]:
+    """Return bytes/s of the Redis tier's reads ÷ a bare client's, pair by pair."""
+    from . import redis_speed
+
+    return redis_speed.read_ratios()
+
+
+def redis_write_ratio() -> list[float]:
+    """Return bytes/s of the Redis tier's writes ÷ a bare client's, pair by pair."""
+    from . import redis_speed
+
+    return redis_speed.write_ratios()
+
+
+def disk_load_limit_ratio() -> list[float]:
+    """Return what a disk hit takes longer than an L0 hit ÷ what fio takes for its bytes."""
+    from . import lower_tiers
+
+    return [lower_tiers.disk().limit_ratio]
+
+
+def redis_load_limit_ratio() -> list[float]:
+    """Return what a Redis hit takes longer than an L0 hit ÷ what a bare client takes for it."""
+    from . import lower_tiers
+
+    return [lower_tiers.redis().limit_ratio]
+
+
+def l2_cold_ttft_ratio() -> list[float]:
+    """Return TTFT of a new prompt with kvtier, disk and Redis ÷ without kvtier, pair by pair."""
+    from . import lower_tiers
+
+    return lower_tiers.cold().ratios
+
+
+def frozen_redis_ttft_ratio() -> list[float]:
+    """Return p95 of TTFT beside a Redis that does not answer ÷ p95 without a Redis tier."""
+    from . import lower_tiers
+
+    return [lower_tiers.frozen()]
+
+
+def loop_lag_ms() -> list[float]:
+    """Return the milliseconds that work for lower tiers holds the server's loop at most."""
+    from . import loop_lag
+
+    return loop_lag.measure()
+
+
 FIGURES = {
     "demo_l1_gain": Figure("cold TTFT ÷ L1 TTFT in the demo", 5.0, None, demo_l1_gain),
     "host_budget_ratio": Figure(
@@ -170,6 +240,54 @@ FIGURES = {
         300_000.0,
         None,
         replay_blocks_per_second,
+    ),
+    "disk_read_ratio": Figure(
+        "bytes/s of reads from disk into slots ÷ fio's", 0.9, None, disk_read_ratio, Judged.MEDIAN
+    ),
+    "disk_write_ratio": Figure(
+        "bytes/s of writes from slots to disk ÷ fio's", 0.9, None, disk_write_ratio, Judged.MEDIAN
+    ),
+    "scan_ratio": Figure("scan of 100,000 files ÷ find", None, 3.0, scan_ratio, Judged.MEDIAN),
+    "redis_read_ratio": Figure(
+        "bytes/s of reads from Redis ÷ a bare client's", 0.8, None, redis_read_ratio, Judged.MEDIAN
+    ),
+    "redis_write_ratio": Figure(
+        "bytes/s of writes to Redis ÷ a bare client's", 0.8, None, redis_write_ratio, Judged.MEDIAN
+    ),
+    "disk_load_limit_ratio": Figure(
+        "TTFT from disk less that from L0 ÷ time in which fio reads as much",
+        0.0,  # As for L1.
+        1.25,
+        disk_load_limit_ratio,
+        Judged.MEDIAN,
+    ),
+    "redis_load_limit_ratio": Figure(
+        "TTFT from Redis less that from L0 ÷ time in which a bare client reads as much",
+        0.0,
+        1.5,
+        redis_load_limit_ratio,
+        Judged.MEDIAN,
+    ),
+    "l2_cold_ttft_ratio": Figure(
+        "TTFT of new prompts with kvtier, disk and Redis ÷ without",
+        None,
+        1.02,
+        l2_cold_ttft_ratio,
+        Judged.MEDIAN,
+    ),
+    "frozen_redis_ttft_ratio": Figure(
+        "p95 of TTFT with a Redis that does not answer ÷ without a Redis tier",
+        None,
+        1.05,
+        frozen_redis_ttft_ratio,
+        Judged.MEDIAN,
+    ),
+    "loop_lag_ms": Figure(
+        "the longest that work for lower tiers holds the server's loop, in ms",
+        None,
+        5.0,
+        loop_lag_ms,
+        Judged.MEDIAN,
     ),
 }
 

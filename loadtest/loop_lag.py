@@ -20,12 +20,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier import protocol as wire
 from kvtier.client import Client, ClientOptions
+from kvtier.codec import HEADER_PAGE_BYTES
 from kvtier.core import Manifest, Role
 
 from .disk_speed import fill
@@ -52,7 +53,7 @@ BEYOND = 0.001
 """Share of the samples that may lie above the value, and one in any case."""
 SETTINGS = """
 host: {{capacity: 2GiB}}
-disk: {{path: {disk}, capacity: 4GiB}}
+disk: {{path: {disk}, capacity: 8GiB}}
 redis: {{url: "{redis}", capacity: 2GiB}}
 log: {{level: info}}
 """
@@ -64,7 +65,7 @@ def measure() -> list[float]:
     with contextlib.ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-lag-")))
         redis = ends.enter_context(redis_server(*MAXMEMORY))
-        fill(folder / "blocks", FILES_BEFORE)
+        fill(folder / "blocks", FILES_BEFORE, HEADER_PAGE_BYTES + BLOCK_BYTES[0])
         settings = folder / "kvtier.yaml"
         settings.write_text(SETTINGS.format(disk=folder / "blocks", redis=redis.url("unix")))
         server = start_server(folder, "--config", str(settings))
@@ -76,7 +77,7 @@ def measure() -> list[float]:
         try:
             _run(engines)
         except RigError as error:
-            raise RigError(f'{error}\n{server.tail()}') from None
+            raise RigError(f"{error}\n{server.tail()}") from None
         return [_report(server, engines)]
 
 
@@ -131,7 +132,8 @@ class _Engine:
             self._chains.append(_Chain([self._random.randbytes(32) for _ in range(CHAIN_BLOCKS)]))
         chain = self._chains[-1]
         above = [b"".join(chain.keys[: chain.stored])] if chain.stored else []
-        granted = self.client.step(wire.Step(0, need=PIECE_BLOCKS, above=above))
+        need = min(PIECE_BLOCKS, CHAIN_BLOCKS - chain.stored)
+        granted = self.client.step(wire.Step(0, need=need, above=above))
         if granted is None:
             raise RigError(f"a step was not answered: {dict(self.client.failures)}.")
         keys = chain.keys[chain.stored : chain.stored + len(granted.slots)]
@@ -176,8 +178,8 @@ def _report(server: Part, engines: list[_Engine]) -> float:
     promoted = counter(server, "kvtier_promotions_total", outcome="promoted")
     if promoted < PROMOTED_AT_LEAST:
         raise RigError(f"only {promoted:.0f} blocks were promoted: that is no load.")
-    bounds = list(_buckets(server, LAG_METRIC))
-    samples = int(bounds[-1][1])
+    bounds = _buckets(server, LAG_METRIC)
+    samples = bounds[-1][1]
     counters = {
         "blocks promoted": promoted,
         "blocks evicted": counter(server, "kvtier_evictions_total"),
@@ -192,12 +194,14 @@ def _report(server: Part, engines: list[_Engine]) -> float:
     return next(bound for bound, count in bounds if count >= most) * 1e3
 
 
-def _buckets(server: Part, metric: str) -> Iterator[tuple[float, float]]:
-    """Yield bounds in seconds, and how many samples lie below each."""
+def _buckets(server: Part, metric: str) -> list[tuple[float, float]]:
+    """Return bounds in seconds, and how many samples of all labels lie below each."""
+    found: Counter[float] = Counter()
     for line in server.get("/metrics").splitlines():
         if line.startswith(f"{metric}_bucket"):
             labels, count = line.rsplit(" ", 1)
-            yield float(labels.split('le="')[1].split('"')[0]), float(count)
+            found[float(labels.split('le="')[1].split('"')[0])] += int(float(count))
+    return sorted(found.items())
 
 
 def _wait_connected(server: Part, engines: list[_Engine]) -> None:

@@ -23,8 +23,10 @@ HEADER_BYTES = 152
 """Bytes of a header that mean something."""
 HEADER_PAGE_BYTES = PAGE_BYTES
 """Bytes of a header in a file: the payload after it starts at a multiple of a page."""
+ELEMENT_BYTES = (1, 2, 4)
+"""Sizes of elements that a payload may be shuffled by."""
 
-_FIELDS = struct.Struct("<8sHBxIQQ32s32s32s")
+_FIELDS = struct.Struct("<8sHBBIQQ32s32s32s")
 _CHECKSUM = struct.Struct("<16s8s")
 assert _FIELDS.size + _CHECKSUM.size == HEADER_BYTES, "the layout that the formats page has"
 
@@ -55,6 +57,8 @@ class Header:
     """Bytes of the payload as it is stored, without padding."""
     checksum: bytes
     """xxh3-128 of the stored bytes."""
+    element_bytes: int = 0
+    """What a payload was shuffled by; 0 if it is stored raw."""
 
 
 def checksum(stored: memoryview) -> bytes:
@@ -69,10 +73,12 @@ def seal(
     stored: memoryview,
     codec: Codec = Codec.RAW,
     payload_bytes: int | None = None,
+    element_bytes: int = 0,
 ) -> Header:
     """Return the header of a payload as it is stored."""
     size = len(stored) if payload_bytes is None else payload_bytes
-    return Header(namespace, key, parent, codec, size, len(stored), checksum(stored))
+    own = checksum(stored)
+    return Header(namespace, key, parent, codec, size, len(stored), own, element_bytes)
 
 
 def pack(header: Header) -> bytes:
@@ -81,6 +87,7 @@ def pack(header: Header) -> bytes:
         MAGIC,
         RECORD_VERSION,
         header.codec,
+        header.element_bytes,
         HEADER_BYTES,
         header.payload_bytes,
         header.stored_bytes,
@@ -97,9 +104,10 @@ def unpack(page: bytes | memoryview) -> Header:
     raw = bytes(page[:HEADER_BYTES])
     if len(raw) < HEADER_BYTES:
         raise RecordError(f"a header of {len(raw)} bytes is cut short")
-    magic, version, codec, size, payload_bytes, stored_bytes, namespace, key, parent = (
+    magic, version, codec, element_bytes, size, payload_bytes, stored_bytes, *names = (
         _FIELDS.unpack_from(raw)
     )
+    namespace, key, parent = names
     if magic != MAGIC:
         raise RecordError("this is no record of kvtier")
     if version != RECORD_VERSION:
@@ -114,7 +122,9 @@ def unpack(page: bytes | memoryview) -> Header:
     except ValueError:
         raise RecordError(f"this build knows no codec {codec}") from None
     above = b"" if parent == bytes(KEY_BYTES) else parent
-    return Header(namespace, key, above, how, payload_bytes, stored_bytes, payload_checksum)
+    return Header(
+        namespace, key, above, how, payload_bytes, stored_bytes, payload_checksum, element_bytes
+    )
 
 
 def expect(header: Header, namespace: bytes, key: BlockKey, payload_bytes: int) -> None:
@@ -123,7 +133,10 @@ def expect(header: Header, namespace: bytes, key: BlockKey, payload_bytes: int) 
         raise RecordError("the record is another block's")
     if header.payload_bytes != payload_bytes:
         raise RecordError(f"a payload of {header.payload_bytes} bytes, expected {payload_bytes}")
-    least = payload_bytes if header.codec is Codec.RAW else 1
+    raw = header.codec is Codec.RAW
+    if header.element_bytes not in ((0,) if raw else ELEMENT_BYTES):
+        raise RecordError(f"{header.codec.name} with elements of {header.element_bytes} bytes")
+    least = payload_bytes if raw else 1
     if not least <= header.stored_bytes <= payload_bytes:
         raise RecordError(f"{header.stored_bytes} stored bytes for a payload of {payload_bytes}")
 

@@ -27,6 +27,8 @@ SHARED_HASHES = ("sha256", "sha256_cbor")
 CHECKSUMS = {"none": 0, "xxh3_128": 16}
 """How a shard's bytes may be sealed, and the bytes that the seal takes right after them."""
 
+_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
+
 BlockKey: TypeAlias = bytes
 """vLLM's block hash (`KEY_BYTES` bytes): chained over parent, tokens, LoRA, images and salt."""
 
@@ -64,6 +66,12 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     checksum: str = "none"
     """One of `CHECKSUMS`: what each shard is sealed with."""
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a number in the KV cache; 1 where nobody can tell."""
+        dtype = self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+        return _ELEMENT_BYTES.get(dtype.removeprefix("torch."), 1)
 
     @property
     def seal_bytes(self) -> int:

@@ -25,8 +25,8 @@ from .errors import HelloRefused, ProtocolError
 from .hierarchy import Hierarchy
 from .listening import caller, claim, listen, may_connect, unclaim
 from .metrics import OPERATIONS, Metrics
-from .promotion import Answer
 from .sessions import Session
+from .waiting import Answer
 
 log = logging.getLogger("kvtier.dataplane")
 

@@ -62,7 +62,9 @@ class Namespace:
         """Dropped while leased: invisible to lookups, and gone with the last lease."""
         self.leaving = 0
         """Visible blocks that go as soon as a lower tier has them."""
-        self.records = Space(self.digest, manifest.slot_bytes, manifest.readable())
+        self.records = Space(
+            self.digest, manifest.slot_bytes, manifest.readable(), manifest.element_bytes
+        )
         self.sessions = 0
         self.changes = ChangeLog(self._pieces)
 

@@ -16,10 +16,11 @@ from .directory import Block, Directory, Namespace
 from .eviction import Evictor
 from .lower import LowerTier
 from .metrics import Metrics
-from .promotion import Answer, Promotions, Timer
+from .promotion import Promotions
 from .sessions import Engine, Limbo, Session
 from .tenants import NOBODY, Asked, Tenants
 from .tiers.host import HostTier
+from .waiting import Answer, Timer
 
 STOCK_SHARE = 8
 """The stocks of free slots of all sessions together are at most the pool's slots ÷ this."""

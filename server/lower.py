@@ -8,27 +8,23 @@ that fails or hangs is asked for is a miss, and nothing here waits for it. Runs 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from .core import (
-    PAGE_BYTES,
-    BlockKey,
-    EvictReason,
-    ReadOutcome,
-    WriteMode,
-    WriteOutcome,
-)
+from .coding import CodecMode, Coding
+from .core import PAGE_BYTES, BlockKey, EvictReason, ReadOutcome, WriteMode, WriteOutcome
 from .health import Health
 from .metrics import Metrics
 from .policies import POLICIES
 from .records import Order, RecordIndex
 from .tiers.base import RecordStore, Space, Written
 from .tiers.breaker import BreakerOptions
-from .tiers.pool import Job, Pool, Urgency
+from .tiers.compression import Coded
+from .tiers.pool import Job, Pool, Steps, Urgency
 from .tiers.speed import Speed
 
 log = logging.getLogger("kvtier.lower")
@@ -52,6 +48,7 @@ class LowerOptions:
     capacity_bytes: int
     policy: str = "lru"
     write_mode: WriteMode = WriteMode.THROUGH
+    codec: CodecMode = CodecMode.NONE
     threads: int = 4
     queue_bytes: int = 256 << 20
     """Of blocks that wait to be written; more are dropped."""
@@ -79,6 +76,8 @@ class LowerTier:
         self.options = options
         self.write_mode = options.write_mode
         self.speed = Speed()
+        decoders = min(options.threads, len(os.sched_getaffinity(0)))
+        self.coding = Coding(options.codec, decoders)
         self.health = Health(store.tier, options.breaker, metrics, clock)
         self.health.full = self._give_up_some
         self.scanned = False
@@ -88,7 +87,7 @@ class LowerTier:
         self.evictions = 0
         self._metrics = metrics
         self._clock = clock
-        self._post = post
+        self._steps = Steps(post)
         self._pool = Pool(store.tier, options.threads, post)
         self._index = RecordIndex(POLICIES[options.policy]())
         self._reserved = 0
@@ -97,7 +96,6 @@ class LowerTier:
         """Writes and wipes under way by namespace."""
         self._wiping: set[str] = set()
         """Namespaces whose records are not to be used until they are removed."""
-        self._arrivals: deque[Callable[[], None]] = deque()
         self._look_again = float("inf")
         self._looking_since = 0.0
         self._closed = False
@@ -165,8 +163,10 @@ class LowerTier:
         """
         self.speed.began(self._clock())
         self.queued_read_bytes += len(into)
+        decoded: list[Coded] = []
 
         def ended(job: Job[ReadOutcome]) -> None:
+            self._decoded(job, len(into), decoded)
             outcome = job.result if self.health.judge(job) else None
             moved = len(into) if outcome is ReadOutcome.READ else 0
             self._end_read(len(into), moved)
@@ -176,7 +176,8 @@ class LowerTier:
             self._metrics.reads.labels(self.tier, outcome or "failed").inc()
             done(outcome or ReadOutcome.MISSING)
 
-        return self._pool.submit(urgency, partial(self.store.read, space, key, into), ended)
+        work = partial(self.store.read, space, key, into, decoded.append)
+        return self._pool.submit(urgency, work, ended)
 
     def give_up(self, job: Job[ReadOutcome], size: int) -> bool:
         """Take back a read of `size` bytes that has not begun. Returns whether it was."""
@@ -204,14 +205,16 @@ class LowerTier:
         size = len(payload) + PAGE_BYTES
         victims = self._evict(self.used_bytes + self._reserved + size - self._capacity)
         self._begin_write(space, size)
+        codec = self.coding.choose(self.speed.bandwidth)
 
         def work() -> Written:
             for namespace, keys in victims.items():
                 self.store.drop(namespace, keys)
-            return self.store.write(space, key, parent, payload)
+            return self.store.write(space, key, parent, payload, codec)
 
         def ended(job: Job[Written]) -> None:
             self._end_write(space, size)
+            self._encoded(job)
             self._observe("write", job)
             outcome = WriteOutcome.FAILED
             if self.health.judge(job) and job.result is not None:
@@ -252,6 +255,7 @@ class LowerTier:
     def close(self) -> None:
         """Forget what is queued; what hangs is left to itself."""
         self._closed = True
+        self._steps.close()
         self._pool.close()
         self.store.close()
 
@@ -297,6 +301,23 @@ class LowerTier:
         self, op: str, job: Job[object] | Job[int] | Job[ReadOutcome] | Job[Written]
     ) -> None:
         self._metrics.tier_seconds.labels(self.tier, op).observe(job.seconds)
+
+    def _encoded(self, job: Job[Written]) -> None:
+        """Take note of what compressing took; what is left is the medium's time."""
+        if job.result is not None and (coded := job.result.coded).raw_bytes:
+            job.seconds -= coded.seconds
+            self.coding.encoded(coded.raw_bytes, coded.stored_bytes)
+            self._metrics.codec_raw_bytes.labels(self.tier).inc(coded.raw_bytes)
+            self._metrics.codec_stored_bytes.labels(self.tier).inc(coded.stored_bytes)
+            self._metrics.codec_seconds.labels(self.tier, "encode").inc(coded.seconds)
+
+    def _decoded(self, job: Job[ReadOutcome], size: int, decoded: Sequence[Coded]) -> None:
+        """The same of a read and decompressing."""
+        if job.result is ReadOutcome.READ:
+            coded = decoded[0] if decoded else Coded(size, size)
+            job.seconds -= coded.seconds
+            self.coding.read(*coded)
+            self._metrics.codec_seconds.labels(self.tier, "decode").inc(coded.seconds)
 
     # Room.
 
@@ -356,27 +377,13 @@ class LowerTier:
         order = Order()
         for listing in self.store.scan():
             order.note(listing)
-            self._hand_in(partial(self._index.take_in, listing))
+            self._steps.hand_in(partial(self._index.take_in, listing))
         found = order.coldest_first()
         for at in range(0, len(found), ORDERED_AT_ONCE):
-            self._hand_in(partial(self._index.order, found[at : at + ORDERED_AT_ONCE]))
-
-    def _hand_in(self, step: Callable[[], None]) -> None:
-        """Queue a step for the loop, from any thread; see `_arrive`."""
-        self._arrivals.append(step)
-        if len(self._arrivals) == 1:
-            self._post(self._arrive)
-
-    def _arrive(self) -> None:
-        """Take one step, and the next in a later turn, so that the loop is not held."""
-        if self._arrivals and not self._closed:
-            self._arrivals[0]()
-            self._arrivals.popleft()
-            if self._arrivals:
-                self._post(self._arrive)
+            self._steps.hand_in(partial(self._index.order, found[at : at + ORDERED_AT_ONCE]))
 
     def _looked(self, job: Job[None]) -> None:
-        self._hand_in(partial(self._all_known, self.health.judge(job)))
+        self._steps.hand_in(partial(self._all_known, self.health.judge(job)))
 
     def _all_known(self, well: bool) -> None:
         now = self._clock()

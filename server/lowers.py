@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
+from .coding import CodecMode
 from .config import Settings
 from .core import LOWER_TIERS, Tier, WriteMode
+from .errors import SettingsError
 from .lower import LowerOptions, LowerTier
 from .metrics import Metrics
+from .tiers import compression
 from .tiers.base import RecordStore
 from .tiers.breaker import BreakerOptions
 from .tiers.disk import DiskOptions, DiskStore
 from .tiers.redis import RedisOptions, RedisStore
+
+log = logging.getLogger("kvtier.lowers")
 
 TICK_SECONDS = 0.25
 DRAIN_POLL_SECONDS = 0.02
@@ -41,6 +47,7 @@ def lower_tiers(
             capacity_bytes=disk.capacity,
             policy=disk.policy,
             write_mode=WriteMode(disk.write_mode),
+            codec=_codec("disk.codec", CodecMode(disk.codec)),
             threads=disk.threads,
             queue_bytes=queue,
             stuck_seconds=2 * SLOW_SECONDS,
@@ -53,6 +60,7 @@ def lower_tiers(
             capacity_bytes=redis.capacity,
             policy=redis.policy,
             write_mode=WriteMode(redis.write_mode),
+            codec=_codec("redis.codec", CodecMode(redis.codec)),
             threads=redis.connections,
             queue_bytes=queue,
             stuck_seconds=4 * redis.timeout_seconds,
@@ -60,6 +68,22 @@ def lower_tiers(
         )
         tiers.append(LowerTier(_redis(settings), options, metrics, time.monotonic, post))
     return tiers
+
+
+def _codec(key: str, mode: CodecMode) -> CodecMode:
+    """Return the mode, or none where that is auto and can't be had. Raises SettingsError."""
+    if mode is CodecMode.NONE:
+        return mode
+    try:
+        compression.require()
+    except compression.CodecMissing as missing:
+        if mode is CodecMode.ALWAYS:
+            raise SettingsError(
+                f"{key} is always, but {missing}: install it, or write none."
+            ) from None
+        log.warning("%s is auto, and nothing is compressed: %s", key, missing)
+        return CodecMode.NONE
+    return mode
 
 
 def _redis(settings: Settings) -> RecordStore:

@@ -142,9 +142,20 @@ class Metrics:
         self.written_bytes = Counter(
             "kvtier_written_bytes", "Bytes that a tier took for blocks.", ["tier"], registry=reg
         )
+        self.codec_raw_bytes = Counter(
+            "kvtier_codec_raw_bytes", "Bytes of blocks that were to be compressed.", ["tier"],
+            registry=reg,
+        )  # fmt: skip
+        self.codec_stored_bytes = Counter(
+            "kvtier_codec_stored_bytes", "What was stored of them.", ["tier"], registry=reg
+        )
+        self.codec_seconds = Counter(
+            "kvtier_codec_seconds", "Time that compressing and decompressing took threads.",
+            ["tier", "op"], registry=reg,
+        )  # fmt: skip
         self.tier_seconds = Histogram(
             "kvtier_tier_seconds",
-            "Time that one operation took a tier's thread.",
+            "Time that one operation took a tier's thread, without coding.",
             ["tier", "op"],
             buckets=LATENCY_BUCKETS,
             registry=reg,
@@ -192,6 +203,8 @@ class Metrics:
             self.breaker_openings,
             self.read_bytes,
             self.written_bytes,
+            self.codec_raw_bytes,
+            self.codec_stored_bytes,
             self.skipped_blocks,
             self.skipped_seconds,
         ):
@@ -200,6 +213,8 @@ class Metrics:
             self.tier_seconds.labels(tier, op)
         for op in ("read", "write"):
             self.queued_bytes.labels(tier, op)
+        for op in ("encode", "decode"):
+            self.codec_seconds.labels(tier, op)
         labels: list[tuple[Counter, Iterable[str]]] = [
             (self.tier_faults, Fault),
             (self.reads, (*ReadOutcome, "failed")),

@@ -9,11 +9,9 @@ worth it is judged by what was measured (`worth.py`). Runs on the event loop, an
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
 
 from .core import BlockKey, PromoteOutcome, ReadOutcome, Tier, WaitOutcome
 from .directory import Block, Namespace
@@ -22,75 +20,14 @@ from .lower import LowerTier
 from .metrics import Metrics
 from .sessions import Session
 from .tiers.host import HostTier
-from .tiers.pool import Job, Urgency
+from .tiers.pool import Urgency
+from .waiting import Answer, Incoming, PromotionOptions, Source, Timer, Waiting
 from .worth import LoadMode, Stretch, judge
 
+READS_AT_ONCE = 64
+"""Reads that one lookup begins in one turn of the loop, so that it is not held for long."""
 ASKED_AT_MOST = 4
 """Times that one lookup asks media for more: each goes on where the one before ended."""
-
-
-class Answer(NamedTuple):
-    """What a lookup that waited gets: the packed slots of the blocks that it leases now."""
-
-    slots: list[int]
-    disk: int
-    """Blocks of these that came from the disk tier for it."""
-    redis: int
-
-
-class Timer(Protocol):
-    """A call that will be made, unless it is cancelled."""
-
-    def cancel(self) -> None:
-        """Do not make it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromotionOptions:
-    """When lower tiers are used, and for how many seconds a lookup waits for them at most."""
-
-    mode: LoadMode = LoadMode.AUTO
-    wait_seconds: float = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """A lookup that waits. Positions count blocks of its request."""
-
-    session: Session
-    lease: int
-    keys: Sequence[BlockKey]
-    start: int
-    end: int
-    """Positions from `start` up to here have come, or are awaited."""
-    done: Callable[[Answer], None]
-    began: float
-    blocks: dict[int, Block] = field(default_factory=dict)
-    """Leased for it."""
-    origins: dict[int, Tier] = field(default_factory=dict)
-    awaited: dict[int, Incoming] = field(default_factory=dict)
-    asking: bool = False
-    asked: int = 0
-    cut: bool = False
-    timer: Timer | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """A block that is being read into a slot."""
-
-    space: Namespace
-    key: BlockKey
-    parent: BlockKey
-    slot: int
-    source: LowerTier
-    job: Job[ReadOutcome] | None = None
-    waiters: dict[Waiting, int] = field(default_factory=dict)
-    """Who waits for it, and at which position."""
-    discarded: bool = False
-
-
-Source = Block | Incoming | LowerTier
 
 
 class Promotions:
@@ -141,7 +78,7 @@ class Promotions:
         waiting = Waiting(session, lease, keys, start, end, done, self._clock())
         waiting.blocks = dict(enumerate(leased, start))
         self._extend(waiting)
-        if not waiting.awaited and not waiting.asking:
+        if not (waiting.awaited or waiting.asking or waiting.todo):
             self._settle(waiting)
             return 0.0
         self._waiting[session.number, lease] = waiting
@@ -241,26 +178,45 @@ class Promotions:
         """Await the blocks that are worth it, from `waiting.end` on."""
         worth = self._worth(waiting, sources)
         waiting.cut = waiting.cut or worth < len(sources)
-        places = list(enumerate(sources[:worth], waiting.end))
-        for at, source in places:
+        for at, source in enumerate(sources[:worth], waiting.end):
             if isinstance(source, Block):  # First of all, so that none of them makes room.
                 self._lease(waiting, at, source)
-        for at, source in places:
-            coming: Source | None = source
-            if isinstance(source, LowerTier):
-                coming = self._read(waiting, at, source, worth)
-            if coming is None:
-                waiting.cut = True
-                return
-            if isinstance(coming, Incoming):
-                coming.waiters[waiting] = at
-                waiting.awaited[at] = coming
-            waiting.end = at + 1
+            elif isinstance(source, Incoming):
+                self._await(waiting, at, source)
+            else:
+                waiting.todo.append((at, source))
+        waiting.end += worth
+        self._begin_some(waiting)
 
-    def _read(self, waiting: Waiting, at: int, lower: LowerTier, wanted: int) -> Incoming | None:
+    def _begin_some(self, waiting: Waiting) -> None:
+        """Begin to read the next blocks, and the rest in a later turn of the loop."""
+        for _ in range(min(len(waiting.todo), READS_AT_ONCE)):
+            at, lower = waiting.todo.popleft()
+            space, key = waiting.session.space, waiting.keys[at]
+            if (block := space.blocks.get(key)) is not None:  # Since it was put down here.
+                self._lease(waiting, at, block)
+                continue
+            one = self._coming[space].get(key) or self._read(waiting, at, lower)
+            if one is None:
+                self._cut(waiting, at)
+                return
+            self._await(waiting, at, one)
+        if waiting.todo:
+            self._later(0.0, partial(self._go_on, waiting))
+
+    def _go_on(self, waiting: Waiting) -> None:
+        if self._waiting.get((waiting.session.number, waiting.lease)) is waiting:
+            self._begin_some(waiting)
+            self._end_if_over(waiting)
+
+    def _await(self, waiting: Waiting, at: int, one: Incoming) -> None:
+        one.waiters[waiting] = at
+        waiting.awaited[at] = one
+
+    def _read(self, waiting: Waiting, at: int, lower: LowerTier) -> Incoming | None:
         """Begin to read a block into a slot; None if there is no slot for it."""
         space = waiting.session.space
-        slot = self._evictor.make_room(space, wanted)
+        slot = self._evictor.make_room(space, min(len(waiting.todo) + 1, READS_AT_ONCE))
         if slot is None:
             self._metrics.promotions.labels(lower.tier, PromoteOutcome.NO_SLOT).inc()
             return None
@@ -350,6 +306,7 @@ class Promotions:
         """Nothing from a position on is any good to a lookup."""
         waiting.end = min(waiting.end, at)
         waiting.cut = True
+        waiting.todo = deque(one for one in waiting.todo if one[0] < at)
         for later in [place for place in waiting.awaited if place >= at]:
             self._drop_waiter(waiting, waiting.awaited.pop(later))
 
@@ -365,7 +322,7 @@ class Promotions:
 
     def _end_if_over(self, waiting: Waiting) -> None:
         known = self._waiting.get((waiting.session.number, waiting.lease)) is waiting
-        if known and not waiting.asking and not waiting.awaited:
+        if known and not (waiting.asking or waiting.awaited or waiting.todo):
             self._end(waiting, WaitOutcome.SHORTER if waiting.cut else WaitOutcome.COMPLETE)
 
     def _end(self, waiting: Waiting, outcome: WaitOutcome) -> None:

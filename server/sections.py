@@ -205,6 +205,12 @@ class DiskSettings(Part):
         "is used again, or when the host tier evicts it. Change it to on_reuse where writes are "
         "dear.",
     )
+    codec: Literal["none", "always", "auto"] = Field(
+        "none",
+        description="Default none. Whether blocks are compressed, without loss: never, always, or "
+        "where they are measured to come back sooner for it. Change it to auto for a slow disk, "
+        "to always for a small one; both need kvtier[compression].",
+    )
     threads: Annotated[int, BeforeValidator(number), Field(ge=2, le=64)] = Field(
         4,
         description="Default 4. Files that are read and written at once; one of the threads only "
@@ -267,6 +273,11 @@ class RedisSettings(Part):
     write_mode: Literal["through", "on_reuse", "on_evict"] = Field(
         "through",
         description="Default through. As disk.write_mode.",
+    )
+    codec: Literal["none", "always", "auto"] = Field(
+        "none",
+        description="Default none. As disk.codec. Change it to auto for a slow network, to always "
+        "where Redis has little memory.",
     )
     connections: Annotated[int, BeforeValidator(number), Field(ge=2, le=64)] = Field(
         4,

@@ -28,11 +28,11 @@ from .errors import StartError
 from .hierarchy import Hierarchy
 from .lowers import configured, drain, look_after, lower_tiers
 from .metrics import Metrics
-from .promotion import PromotionOptions
 from .sections import HttpSettings
 from .sizes import format_size
 from .tiers.host import HostOptions, HostTier
 from .tiers.slab import HugePages
+from .waiting import PromotionOptions
 from .worth import LoadMode
 
 log = logging.getLogger("kvtier.serve")

@@ -12,12 +12,14 @@ outcome, what it means for the whole tier is a `TierFault`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..codec import Codec
 from ..core import BlockKey, Fault, ReadOutcome, Tier
 from ..errors import KVTierError
+from .compression import Coded
 
 
 class TierFault(KVTierError):
@@ -38,6 +40,8 @@ class Space:
     """Bytes of a block: those of a slot."""
     manifest: str
     """The manifest as JSON, for people who look at the store."""
+    element_bytes: int = 1
+    """Bytes of a number in the payload; 1 where nobody can tell."""
 
     @property
     def raw(self) -> bytes:
@@ -73,6 +77,12 @@ class Written(NamedTuple):
     record_bytes: int
     overhead_bytes: int
     """Taken, and not for this record alone: a new directory, for example. Negative if less."""
+    coded: Coded = Coded()
+    """What compressing took, if the payload was to be compressed."""
+
+
+def ignore(_: Coded) -> None:
+    """Take no note."""
 
 
 class RecordStore(ABC):
@@ -105,17 +115,33 @@ class RecordStore(ABC):
         """
 
     @abstractmethod
-    def read(self, space: Space, key: BlockKey, into: memoryview) -> ReadOutcome:
-        """Read a block into `into` (`payload_bytes`, page-aligned) and verify it.
+    def read(
+        self,
+        space: Space,
+        key: BlockKey,
+        into: memoryview,
+        report: Callable[[Coded], object] = ignore,
+    ) -> ReadOutcome:
+        """Read a block, however it is stored, into `into` (`payload_bytes`, page-aligned).
 
-        On another outcome than READ the bytes in `into` mean nothing. Raises TierFault.
+        It is verified. `report` is called, in this thread, with what decompressing took if there
+        was anything to decompress. On another outcome than READ the bytes in `into` mean nothing.
+        Raises TierFault.
         """
 
     @abstractmethod
-    def write(self, space: Space, key: BlockKey, parent: BlockKey, payload: memoryview) -> Written:
+    def write(
+        self,
+        space: Space,
+        key: BlockKey,
+        parent: BlockKey,
+        payload: memoryview,
+        codec: Codec = Codec.RAW,
+    ) -> Written:
         """Write a block; it is there as a whole or not at all. Raises TierFault.
 
-        Writing what is there already replaces it.
+        Writing what is there already replaces it. With a codec, a payload that does not get
+        smaller is stored raw all the same. Raises CodecMissing where that is not installed.
         """
 
     @abstractmethod

@@ -11,14 +11,15 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..codec import HEADER_PAGE_BYTES, Codec, RecordError, expect, pack, seal, unpack, verify
+from ..codec import HEADER_PAGE_BYTES, Codec, RecordError, expect, pack, unpack
 from ..core import PAGE_BYTES, BlockKey, Fault, ReadOutcome, Tier, align_up
 from . import files
-from .base import Listing, RecordStore, Space, TierFault, Written
+from .base import Listing, RecordStore, Space, TierFault, Written, ignore
+from .compression import Coded, Coder
 from .tree import Tree
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class DiskStore(RecordStore):
         self.direct = True
         """Whether files are opened with O_DIRECT first; `open` finds out if that works."""
         self._pages = files.PagePerThread()
+        self._coder = Coder()
 
     def open(self) -> None:
         """Make the directory or recognise it, and try to write there. Raises TierFault."""
@@ -99,23 +101,37 @@ class DiskStore(RecordStore):
                 return count
         return len(keys)
 
-    def read(self, space: Space, key: BlockKey, into: memoryview) -> ReadOutcome:
+    def read(
+        self,
+        space: Space,
+        key: BlockKey,
+        into: memoryview,
+        report: Callable[[Coded], object] = ignore,
+    ) -> ReadOutcome:
         """Read a file straight into `into`, verify it, and set its time to now."""
         assert len(into) == space.payload_bytes, "the caller's memory is one slot"
         path = self._tree.record(space.digest, key)
         with self._mapped(_FAULTS_OF_READING):
             try:
                 with files.opened(path, os.O_RDONLY, self.direct) as descriptor:
-                    return self._read(descriptor, path, space, key, into)
+                    return self._read(descriptor, path, space, key, into, report)
             except FileNotFoundError:
                 return ReadOutcome.MISSING
 
-    def write(self, space: Space, key: BlockKey, parent: BlockKey, payload: memoryview) -> Written:
-        """Write a file under a temporary name straight from `payload`, and rename it."""
+    def write(
+        self,
+        space: Space,
+        key: BlockKey,
+        parent: BlockKey,
+        payload: memoryview,
+        codec: Codec = Codec.RAW,
+    ) -> Written:
+        """Write a file under a temporary name, raw straight from `payload`, and rename it."""
         assert len(payload) == space.payload_bytes, "the caller's memory is one slot"
         target = self._tree.record(space.digest, key)
-        header = pack(seal(space.raw, key, parent, payload))
-        parts = [self._header_page(header), payload, _padding(len(payload))]
+        stored = self._coder.encode(space, key, parent, payload, codec)
+        page = self._header_page(pack(stored.header))
+        parts = [page, stored.padded, _padding(len(stored.padded))]
         with self._mapped(_FAULTS_OF_WRITING):
             self._keep_floor(sum(map(len, parts)))
             for attempt in range(1, WRITE_ATTEMPTS + 1):
@@ -124,7 +140,8 @@ class DiskStore(RecordStore):
                         self._tree.make_folders(target.parent)
                     record_bytes = files.write_new(target, parts, self.direct)
                     grown = self._tree.describe(space) if attempt > 1 else []
-                    return Written(record_bytes, self._tree.growth(*grown, target.parent))
+                    overhead = self._tree.growth(*grown, target.parent)
+                    return Written(record_bytes, overhead, stored.coded)
                 except FileNotFoundError:
                     if attempt == WRITE_ATTEMPTS:
                         raise
@@ -145,7 +162,13 @@ class DiskStore(RecordStore):
         """Do nothing: between calls nothing is held."""
 
     def _read(
-        self, descriptor: int, path: Path, space: Space, key: BlockKey, into: memoryview
+        self,
+        descriptor: int,
+        path: Path,
+        space: Space,
+        key: BlockKey,
+        into: memoryview,
+        report: Callable[[Coded], object],
     ) -> ReadOutcome:
         page = self._pages.get()
         parts = [page, into, _padding(len(into))]
@@ -153,18 +176,16 @@ class DiskStore(RecordStore):
         try:
             header = unpack(page[:done])
             expect(header, space.raw, key, space.payload_bytes)
-            if header.codec is not Codec.RAW:
-                raise RecordError(f"this build reads no files with codec {header.codec.name}")
-            if done < HEADER_PAGE_BYTES + len(into):
+            if done < HEADER_PAGE_BYTES + header.stored_bytes:
                 raise RecordError(f"a file of {done} bytes is cut short")
-            verify(header, into)
+            outcome = self._coder.restore(header, into, report)
         except RecordError as error:
             log.debug("disk: %s is corrupt and goes: %s", path, error)
             files.unlink_same(path, descriptor)
             return ReadOutcome.CORRUPT
         with contextlib.suppress(OSError):  # A read-only file system still serves reads.
             os.utime(descriptor)
-        return ReadOutcome.READ
+        return outcome
 
     def _header_page(self, header: bytes) -> memoryview:
         page = self._pages.get()

@@ -165,3 +165,32 @@ class Pool:
             job.done(job)
         if again:
             self._post(self._hand_over)
+
+
+class Steps:
+    """Calls for the event loop, each made in a turn of its own, so that the loop is not held.
+
+    Whoever hands them in bounds how many there are.
+    """
+
+    def __init__(self, post: Callable[[Callable[[], None]], object]) -> None:
+        self._post = post
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._closed = False
+
+    def hand_in(self, step: Callable[[], None]) -> None:
+        """Queue a step, from any thread."""
+        self._waiting.append(step)
+        if len(self._waiting) == 1:
+            self._post(self._take)
+
+    def close(self) -> None:
+        """Take no step any more."""
+        self._closed = True
+
+    def _take(self) -> None:
+        if self._waiting and not self._closed:
+            self._waiting[0]()
+            self._waiting.popleft()
+            if self._waiting:
+                self._post(self._take)

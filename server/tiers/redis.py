@@ -16,9 +16,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
-from ..codec import RecordError, pack, seal, verify
+from ..codec import Codec, RecordError
 from ..core import BlockKey, Fault, ReadOutcome, Tier
-from .base import Listing, RecordStore, Space, TierFault, Written
+from .base import Listing, RecordStore, Space, TierFault, Written, ignore
+from .compression import Coded, Coder
 from .redis_access import RedisOptions, parse, shown_url
 from .redis_layout import Cluster, Layout, OneNode
 from .redis_nodes import FAILURES, Moved, Node
@@ -55,6 +56,7 @@ class RedisStore(RecordStore):
         self._place, self._access = parse(options)
         self._layout = self._new_layout()
         self._advised = False
+        self._coder = Coder()
 
     def __repr__(self) -> str:
         return f"RedisStore({shown_url(self._options.url)})"
@@ -82,24 +84,37 @@ class RedisStore(RecordStore):
         except Moved:
             return 0
 
-    def read(self, space: Space, key: BlockKey, into: memoryview) -> ReadOutcome:
+    def read(
+        self,
+        space: Space,
+        key: BlockKey,
+        into: memoryview,
+        report: Callable[[Coded], object] = ignore,
+    ) -> ReadOutcome:
         """Read a block into `into` and verify it."""
         try:
-            return self._routed(partial(self._read, space, key, into))
+            return self._routed(partial(self._read, space, key, into, report))
         except Moved:
             return ReadOutcome.MISSING
 
-    def write(self, space: Space, key: BlockKey, parent: BlockKey, payload: memoryview) -> Written:
+    def write(
+        self,
+        space: Space,
+        key: BlockKey,
+        parent: BlockKey,
+        payload: memoryview,
+        codec: Codec = Codec.RAW,
+    ) -> Written:
         """Write a block. Its bytes are counted as Redis' own allocator, jemalloc, gives them."""
         (name,) = _names(space.digest, [key])
-        header = pack(seal(space.raw, key, parent, payload))
+        stored = self._coder.encode(space, key, parent, payload, codec)
         ttl = b"%d" % (self._options.ttl_seconds * 1000)
 
         def attempt(deadline: Deadline) -> int:
             with self._layout.node(name, deadline).exchange(deadline) as exchange:
-                return write(exchange, name, header, payload, ttl, deadline)
+                return write(exchange, name, stored.header, stored.payload, ttl, deadline)
 
-        return Written(ENTRY_BYTES + self._routed(attempt), 0)
+        return Written(ENTRY_BYTES + self._routed(attempt), 0, stored.coded)
 
     def drop(self, namespace: str, keys: Sequence[BlockKey]) -> None:
         """Remove records."""
@@ -160,7 +175,12 @@ class RedisStore(RecordStore):
         return gap
 
     def _read(
-        self, space: Space, key: BlockKey, into: memoryview, deadline: Deadline
+        self,
+        space: Space,
+        key: BlockKey,
+        into: memoryview,
+        report: Callable[[Coded], object],
+        deadline: Deadline,
     ) -> ReadOutcome:
         (name,) = _names(space.digest, [key])
         wanted = Wanted(space.raw, key, space.payload_bytes)
@@ -169,11 +189,10 @@ class RedisStore(RecordStore):
                 header = fetch(exchange, name, wanted, into, deadline)
             if header is None:
                 return ReadOutcome.MISSING
-            verify(header, into[: header.stored_bytes])
+            return self._coder.restore(header, into, report)
         except RecordError:
             self._unlink([name], deadline)
             return ReadOutcome.CORRUPT
-        return ReadOutcome.READ
 
     def _unlink(self, names: Sequence[bytes], deadline: Deadline) -> None:
         for node, indexes in self._layout.split(names, deadline).items():

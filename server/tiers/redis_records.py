@@ -2,15 +2,15 @@
 
 The value is a string, the header (`codec.pack`) and the payload behind it. Redis gets several times
 slower with strings of 8 MiB and more, so that a record of a larger payload than `WHOLE_BYTES` is a
-hash: field `0` is its header, fields from `1` on are pieces of its payload. Either is written in
-one step, so that nobody ever reads parts of two.
+hash: field `0` is its header, fields from `1` on are pieces of its payload as it is stored. Either
+is written in one step, so that nobody ever reads parts of two.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..codec import HEADER_BYTES, Header, RecordError, expect, unpack
+from ..codec import HEADER_BYTES, Header, RecordError, expect, pack, unpack
 from ..core import BlockKey
 from .resp import Deadline, Exchange, Piece, Surprise, request
 
@@ -37,20 +37,20 @@ class Wanted(NamedTuple):
 def write(
     exchange: Exchange,
     name: bytes,
-    header: bytes,
-    payload: memoryview,
+    header: Header,
+    stored: memoryview,
     ttl: bytes,
     deadline: Deadline,
 ) -> int:
     """Write a record that expires after `ttl` ms (never: `0`). Returns what its value takes."""
-    how = _write_whole if len(payload) <= WHOLE_BYTES else _write_pieces
-    return how(exchange, name, header, payload, ttl, deadline)
+    how = _write_whole if header.payload_bytes <= WHOLE_BYTES else _write_pieces
+    return how(exchange, name, pack(header), stored, ttl, deadline)
 
 
 def fetch(
     exchange: Exchange, name: bytes, wanted: Wanted, into: memoryview, deadline: Deadline
 ) -> Header | None:
-    """Receive a record: its payload straight into `into`. Returns None if there is none.
+    """Receive a record: its stored payload straight into `into`. Returns None if there is none.
 
     Nothing is received that does not have the length that is due. Raises RecordError.
     """
@@ -62,29 +62,29 @@ def _write_whole(
     exchange: Exchange,
     name: bytes,
     header: bytes,
-    payload: memoryview,
+    stored: memoryview,
     ttl: bytes,
     deadline: Deadline,
 ) -> int:
     """Write a record as a string. Returns what its value takes."""
-    words = (b"SET", name, (header, payload))
+    words = (b"SET", name, (header, stored))
     expiry = () if ttl == b"0" else (b"PX", ttl)
     exchange.send(request(*words, *expiry), deadline)
     if exchange.lines(1, deadline) != [b"+OK"]:
         raise Surprise("SET did not say OK")
-    return _allocated(len(header) + len(payload))
+    return _allocated(len(header) + len(stored))
 
 
 def _write_pieces(
     exchange: Exchange,
     name: bytes,
     header: bytes,
-    payload: memoryview,
+    stored: memoryview,
     ttl: bytes,
     deadline: Deadline,
 ) -> int:
     """Write a record as a hash, in one transaction. Returns what its values take."""
-    values: list[Piece] = [header, *_pieces(payload)]
+    values: list[Piece] = [header, *_pieces(stored)]
     words = [word for index, value in enumerate(values) for word in (_field(index), value)]
     steps = [request(b"UNLINK", name), request(b"HSET", name, *words)]
     if ttl != b"0":

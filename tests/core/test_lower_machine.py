@@ -11,11 +11,14 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kvtier.codec import Codec
+from kvtier.coding import CodecMode
 from kvtier.core import EvictReason, Fault, ReadOutcome, Role, Tier, WriteMode
 from kvtier.hierarchy import Hierarchy
 from kvtier.integrity import check_integrity
 from kvtier.lower import LowerOptions, LowerTier
 from kvtier.tiers.base import Held, Listing, RecordStore, TierFault, Written
+from kvtier.tiers.compression import Coded
 from kvtier.tiers.pool import Job
 from kvtier.worth import LoadMode
 from support import chain, host_tier, manifest
@@ -36,7 +39,7 @@ class DictStore(RecordStore):
         self.listed = listed
         self.records = {}
         self.wrong = 0
-        """Writes of other bytes than were committed: an assertion here would be the tier's fault."""
+        """Writes of other bytes than were committed: an assertion would be the tier's fault."""
         self.next_fault = None
 
     def open(self):
@@ -54,21 +57,24 @@ class DictStore(RecordStore):
         found = [(space.digest, key) in self.records for key in keys]
         return ([*found, False]).index(False)
 
-    def read(self, space, key, into):
+    def read(self, space, key, into, report):
         fault = self._fail()
         if isinstance(fault, ReadOutcome):
             self.records.pop((space.digest, key), None)
             return fault
         if (space.digest, key) not in self.records:
             return ReadOutcome.MISSING
-        into[:] = self.records[space.digest, key]
+        into[:], coded = self.records[space.digest, key]
+        if coded.raw_bytes:
+            report(coded)
         return ReadOutcome.READ
 
-    def write(self, space, key, parent, payload):
+    def write(self, space, key, parent, payload, codec):
         self._fail()
         self.wrong += bytes(payload[:32]) != key
-        self.records[space.digest, key] = bytes(payload)
-        return Written(2 * 4096, 0)
+        coded = Coded() if codec is Codec.RAW else Coded(len(payload), len(payload) // 2, 1e-6)
+        self.records[space.digest, key] = bytes(payload), coded
+        return Written(2 * 4096, 0, coded)
 
     def drop(self, namespace, keys):
         for key in keys:
@@ -161,7 +167,7 @@ class LowerMachine(RuleBasedStateMachine):
         self.lowers = [
             LowerTier(
                 store,
-                LowerOptions(CAPACITY, policy, mode, queue_bytes=20 * 4096),
+                LowerOptions(CAPACITY, policy, mode, CodecMode.AUTO, queue_bytes=20 * 4096),
                 host._metrics,
                 lambda: self.now,
                 self.posted.append,
@@ -373,3 +379,27 @@ class LowerMachine(RuleBasedStateMachine):
 
 TestLower = LowerMachine.TestCase
 TestLower.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_a_use_that_is_told_late_writes_nothing_from_a_slot_that_is_anothers():
+    machine = LowerMachine()
+    machine.begin((WriteMode.ON_REUSE, WriteMode.ON_REUSE), ("lru", "lru"))
+    session = machine.cache.open_session(Role.SCHEDULER, "engine", 0, 1, MANIFEST)
+    machine.sessions.append(session)
+
+    class First:
+        def draw(self, strategy, label):
+            return session
+
+    machine.store(First(), CHAINS[0], 0)
+    machine.cache.lookup(session, 1, CHAINS[0], 0)
+    machine.cache.release(session, 1)
+    machine.cache.evictor._evict(session.space, 9)
+    slots = machine.cache.evictor.make_room(session.space, 1)
+    memory = machine.cache.host.memory(slots, session.space.pool)
+    memory[:] = bytes(len(memory))
+    machine.cache.host.give_back(session.space.pool, slots)
+    machine.cache.record_use()
+    machine.settle()
+    assert not any(lower.store.records for lower in machine.lowers)
+    machine.teardown()

@@ -125,9 +125,9 @@ def test_a_block_that_cannot_be_read_ends_the_prefix(planes, disk, engine_on, ou
     keys = Request("x").block_hashes
 
     class Losing(FaultyStore):
-        def read(self, space, key, into):
+        def read(self, space, key, into, report):
             if key != keys[lost]:
-                return self.inner.read(space, key, into)
+                return self.inner.read(space, key, into, report)
             if isinstance(outcome, Fault):
                 raise TierFault(outcome, "lost")
             return outcome
@@ -241,9 +241,7 @@ def test_what_memory_evicts_is_written_first_where_the_mode_says_so(planes, disk
     assert blocks(plane) < 200
 
 
-def test_a_block_is_written_when_it_is_used_again_where_the_mode_says_so(
-    planes, disk, engine_on
-):
+def test_a_block_is_written_when_it_is_used_again_where_the_mode_says_so(planes, disk, engine_on):
     plane = planes(stores=[disk()], lower={"write_mode": WriteMode.ON_REUSE})
     engine = engine_on(plane)
     engine.run("r")

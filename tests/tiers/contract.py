@@ -10,15 +10,19 @@ method `damage`:
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
+import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import pytest
+from kvtier.codec import Codec
 from kvtier.core import PAGE_BYTES, ReadOutcome
 from kvtier.tiers.base import RecordStore, Space
+from kvtier.tiers.compression import Coded
 from support import chain, manifest
 
 Damage = Literal["flip", "truncate", "swap"]
@@ -28,12 +32,22 @@ KEY, PARENT = BLOCKS[1], BLOCKS[0]
 OTHER = chain("other", 1)[0]
 """A block of the same space. `damage` by "swap" puts its record in another's place."""
 LARGE_BYTES = (1 << 20) + 3 * PAGE_BYTES
+FEW = bytes(48 | value & 15 for value in range(256))
+"""Makes any byte one of sixteen: the upper bytes of a KV cache's numbers have few values."""
+
+
+class Compressing:
+    """In front of a store's class: it compresses whatever it is told to write."""
+
+    def write(self, space, key, parent, payload, codec=Codec.RAW):
+        return super().write(space, key, parent, payload, Codec.SHUFFLE_ZSTD)
 
 
 def space_of(payload_bytes: int = 2 * PAGE_BYTES, name: str = "contract") -> Space:
     """Return a space whose slots have so many bytes; another name is another namespace."""
     identity = manifest(weights=name, shard_bytes=payload_bytes)
-    return Space(identity.digest(), payload_bytes, f'{{"weights": "{name}"}}')
+    readable = f'{{"weights": "{name}"}}'
+    return Space(identity.digest(), payload_bytes, readable, identity.element_bytes)
 
 
 def memory(size: int) -> memoryview:
@@ -42,9 +56,11 @@ def memory(size: int) -> memoryview:
 
 
 def payload_of(space: Space, seed: object) -> memoryview:
-    """Return the bytes of a slot: the same for equal seeds, and nothing compresses them."""
+    """Return the bytes of a slot, the same for equal seeds: shuffled, they shrink by a quarter."""
+    content = bytearray(random.Random(repr(seed)).randbytes(space.payload_bytes))
+    content[1::2] = content[1::2].translate(FEW)
     slot = memory(space.payload_bytes)
-    slot[:] = random.Random(repr(seed)).randbytes(space.payload_bytes)
+    slot[:] = content
     return slot
 
 
@@ -92,7 +108,7 @@ class StoreContract:
 
     def test_a_block_comes_back_as_it_was_written(self, store, space):
         written = store.write(space, KEY, PARENT, payload_of(space, "once"))
-        assert written.record_bytes >= space.payload_bytes
+        assert written.record_bytes >= 0.75 * space.payload_bytes
         assert written.overhead_bytes >= 0
         assert read(store, space, KEY) == bytes(payload_of(space, "once"))
 
@@ -227,6 +243,39 @@ class StoreContract:
         stored(store, space, KEY)
         larger = Space(space.digest, space.payload_bytes + PAGE_BYTES, space.manifest)
         assert read(store, larger, KEY) is ReadOutcome.CORRUPT
+
+    def test_compressed_records_lie_beside_raw_ones_and_take_less(self, store, peer):
+        space = space_of(LARGE_BYTES, "codecs")
+        raw = peer.write(space, KEY, PARENT, payload_of(space, KEY))
+        small = store.write(space, OTHER, PARENT, payload_of(space, OTHER), Codec.SHUFFLE_ZSTD)
+        assert raw.coded == Coded()
+        assert small.coded.raw_bytes == LARGE_BYTES
+        assert small.coded.stored_bytes < 0.8 * LARGE_BYTES
+        assert small.coded.seconds > 0
+        assert small.record_bytes < 0.9 * raw.record_bytes
+        for reader in (store, peer):
+            for key, codec in ((KEY, Codec.RAW), (OTHER, Codec.SHUFFLE_ZSTD)):
+                slot, heard = memory(LARGE_BYTES), []
+                assert reader.read(space, key, slot, heard.append) is ReadOutcome.READ
+                assert bytes(slot) == whole(space, key)
+                assert len(heard) == (codec is not Codec.RAW)
+                assert all(one[:2] == small.coded[:2] and one.seconds > 0 for one in heard)
+
+    def test_what_does_not_get_smaller_is_stored_raw(self, store):
+        space = space_of(LARGE_BYTES, "noise")
+        noise = memory(LARGE_BYTES)
+        noise[:] = os.urandom(LARGE_BYTES)
+        written = store.write(space, KEY, PARENT, noise)
+        if isinstance(store, Compressing):
+            assert written.coded[:2] == (LARGE_BYTES, LARGE_BYTES)
+        assert written.record_bytes >= LARGE_BYTES
+        assert read(store, space, KEY) == bytes(noise)
+
+    def test_a_record_says_itself_what_its_elements_are(self, store):
+        space = space_of(LARGE_BYTES, "elements")
+        store.write(space, KEY, PARENT, payload_of(space, KEY), Codec.SHUFFLE_ZSTD)
+        other = dataclasses.replace(space, element_bytes=1)
+        assert read(store, other, KEY) == whole(space, KEY)
 
     def test_what_one_server_writes_another_reads(self, store, peer, space):
         stored(store, space, *BLOCKS)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtier.codec import (
+    ELEMENT_BYTES,
     HEADER_BYTES,
     Codec,
     Header,
@@ -29,6 +30,7 @@ HEADERS = st.builds(
     payload_bytes=SIZES,
     stored_bytes=SIZES,
     checksum=st.binary(min_size=16, max_size=16),
+    element_bytes=st.integers(0, 255),
 )
 NAMESPACE, KEY = b"n" * 32, b"k" * 32
 SEALED = pack(seal(NAMESPACE, KEY, b"p" * 32, memoryview(b"the payload")))
@@ -79,7 +81,9 @@ def _expected(**fields):
 
 def test_what_was_asked_for_is_as_expected():
     expect(_expected(), NAMESPACE, KEY, 8)
-    expect(_expected(codec=Codec.SHUFFLE_ZSTD, stored_bytes=3), NAMESPACE, KEY, 8)
+    for size in ELEMENT_BYTES:
+        small = {"codec": Codec.SHUFFLE_ZSTD, "element_bytes": size, "stored_bytes": 3}
+        expect(_expected(**small), NAMESPACE, KEY, 8)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,9 @@ def test_what_was_asked_for_is_as_expected():
         ({"payload_bytes": 9}, "a payload of 9 bytes, expected 8"),
         ({"stored_bytes": 9}, "9 stored bytes"),
         ({"stored_bytes": 0}, "0 stored bytes"),
+        ({"element_bytes": 2}, "RAW with elements of 2 bytes"),
+        ({"codec": Codec.SHUFFLE_ZSTD}, "SHUFFLE_ZSTD with elements of 0 bytes"),
+        ({"codec": Codec.SHUFFLE_ZSTD, "element_bytes": 3}, "elements of 3 bytes"),
     ],
 )
 def test_another_blocks_record_is_refused(fields, message):
@@ -112,8 +119,8 @@ def test_only_the_bytes_that_were_sealed_are_verified(stored, data):
 
 def test_a_seal_says_what_it_seals():
     stored = memoryview(b"stored")
-    header = seal(NAMESPACE, KEY, b"p" * 32, stored, Codec.SHUFFLE_ZSTD, 4096)
+    header = seal(NAMESPACE, KEY, b"p" * 32, stored, Codec.SHUFFLE_ZSTD, 4096, 2)
     assert header == Header(
-        NAMESPACE, KEY, b"p" * 32, Codec.SHUFFLE_ZSTD, 4096, 6, checksum(stored)
+        NAMESPACE, KEY, b"p" * 32, Codec.SHUFFLE_ZSTD, 4096, 6, checksum(stored), 2
     )
     assert seal(NAMESPACE, KEY, b"", stored).payload_bytes == 6

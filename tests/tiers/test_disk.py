@@ -17,6 +17,7 @@ from contract import (
     LARGE_BYTES,
     OTHER,
     PARENT,
+    Compressing,
     StoreContract,
     memory,
     payload_of,
@@ -30,7 +31,7 @@ from kvtier.codec import HEADER_BYTES, HEADER_PAGE_BYTES
 from kvtier.core import PAGE_BYTES, Fault, ReadOutcome
 from kvtier.tiers import files
 from kvtier.tiers.base import TierFault
-from kvtier.tiers.disk import DiskStore
+from kvtier.tiers.disk import DiskOptions, DiskStore
 from kvtier.tiers.tree import MANIFEST, MARKER
 from support import chain
 
@@ -55,6 +56,18 @@ class TestDiskStore(StoreContract):
                 os.truncate(file, HEADER_PAGE_BYTES + space.payload_bytes // 2 + 1)
             case "swap":
                 shutil.copy(file_of(store, space, OTHER), file)
+
+
+class CompressingStore(Compressing, DiskStore):
+    """Writes compressed files."""
+
+
+class TestCompressedFiles(TestDiskStore):
+    @pytest.fixture
+    def store(self, path):
+        store = CompressingStore(DiskOptions(path, 0))
+        store.open()
+        return store
 
 
 class TestDiskStoreThroughThePageCache(TestDiskStore):

@@ -11,14 +11,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
+from kvtier.codec import Codec
 from kvtier.core import BlockKey, Fault, ReadOutcome
-from kvtier.tiers.base import (
-    Listing,
-    RecordStore,
-    Space,
-    TierFault,
-    Written,
-)
+from kvtier.tiers.base import Listing, RecordStore, Space, TierFault, Written, ignore
+from kvtier.tiers.compression import Coded
 
 Operation = Literal["open", "scan", "find", "read", "write", "drop", "wipe"]
 Delay: TypeAlias = float | Callable[[], object]
@@ -51,19 +47,32 @@ class WrappedStore(RecordStore):
         instead = self.before("find")
         return instead if isinstance(instead, int) else self.inner.find(space, keys)
 
-    def read(self, space: Space, key: BlockKey, into: memoryview) -> ReadOutcome:
+    def read(
+        self,
+        space: Space,
+        key: BlockKey,
+        into: memoryview,
+        report: Callable[[Coded], object] = ignore,
+    ) -> ReadOutcome:
         instead = self.before("read")
         if not isinstance(instead, ReadOutcome):
-            return self.inner.read(space, key, into)
+            return self.inner.read(space, key, into, report)
         if instead is ReadOutcome.READ:
             raise ValueError("a read that reads is the inner store's business: script None")
         self.inner.drop(space.digest, [key])
         into[:] = b"\xee" * len(into)
         return instead
 
-    def write(self, space: Space, key: BlockKey, parent: BlockKey, payload: memoryview) -> Written:
+    def write(
+        self,
+        space: Space,
+        key: BlockKey,
+        parent: BlockKey,
+        payload: memoryview,
+        codec: Codec = Codec.RAW,
+    ) -> Written:
         self.before("write")
-        return self.inner.write(space, key, parent, payload)
+        return self.inner.write(space, key, parent, payload, codec)
 
     def drop(self, namespace: str, keys: Sequence[BlockKey]) -> None:
         self.before("drop")

@@ -101,6 +101,17 @@ class Site:
         self.engine.forget()
         return self.engine.complete(asked, DECODE)
 
+    def steps_until(self, done, what):
+        """Take steps of the engine until `done`; return the answers that ended, by request."""
+        found = {}
+
+        def stepped():
+            found.update(self.engine.step())
+            return done()
+
+        until(stepped, what)
+        return found
+
     # What the server says.
 
     def json(self, path):

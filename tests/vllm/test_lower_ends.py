@@ -20,6 +20,8 @@ from disks import du
 from redis_servers import needs_redis, redis_server
 
 WHOLE = BLOCKS * BLOCK
+LONG = 3 * BLOCK
+"""Tokens of an answer during which blocks are stored."""
 SECRET = "a-s3cr3t-for-kvtier"
 PATHS = ("/metrics", "/v1/config", "/v1/tiers", "/v1/tiers/redis", "/v1/tiers/other", "/v1/stats",
          "/v1/sessions", "/v1/namespaces", "/v1/tenants", "/readyz", "/healthz")  # fmt: skip
@@ -54,8 +56,8 @@ def fresh(first, count):
     return [prompt(1000 + first + n, BLOCKS * BLOCK + 3) for n in range(count)]
 
 
-def asks(prompts):
-    return [Ask(each, sampling={"max_tokens": DECODE}) for each in prompts]
+def asks(prompts, tokens=DECODE):
+    return [Ask(each, sampling={"max_tokens": tokens}) for each in prompts]
 
 
 def ends_well(site):
@@ -73,9 +75,7 @@ def test_a_server_that_is_told_to_end_as_it_writes_leaves_whole_records(site_wit
     asked = fresh(0, 16)
     cold = [each.tokens for each in plain.complete_all(asked, DECODE)]
     ids = site.engine.start(asks(asked))
-    found = {}
-    while site.writes("written") < BLOCKS:
-        found |= site.engine.step()
+    found = site.steps_until(lambda: site.writes("written") >= BLOCKS, "writes")
     site.server.child.send(signal.SIGTERM)
     found |= site.engine.drain()
     until(lambda: site.server.child.exit_code() is not None, "its end")
@@ -116,17 +116,17 @@ def test_a_server_that_writes_to_a_frozen_redis_ends_in_time(
     settings = {"url": redis.url, "timeout_seconds": seconds}
     site = site_with(redis=settings, disk={"path": tmp_path / "blocks", "keep_free": "4KiB"})
     until(lambda: site.up("redis"), "the first connection")
-    asked = fresh(40, 12)
-    cold = [each.tokens for each in plain.complete_all(asked, DECODE)]
+    asked = fresh(40, 4)
+    cold = [each.tokens for each in plain.complete_all(asked, LONG)]
+    site.engine.start(asks(asked, LONG))
+    site.steps_until(lambda: site.writes("written", "redis"), "a write")  # No lookup waits now.
     with redis.frozen():
-        site.engine.start(asks(asked))
-        while not site.tier("redis")["lower"]["queued_write_bytes"]:
-            site.engine.step()
+        site.steps_until(lambda: site.tier("redis")["lower"]["queued_write_bytes"], "writes")
         ends_well(site)
         site.engine.drain()
         site.start(redis={})
         site.meet()
-        warm = site.engine.complete_all(asked, DECODE)
+        warm = site.engine.complete_all(asked, LONG)
         assert [each.tokens for each in warm] == cold
         assert sum(each.cached for each in warm) > 0
 

@@ -1,0 +1,82 @@
+"""What a lookup waits for, and what is being read for it: the types of `promotion.py`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeAlias
+
+from .core import BlockKey, ReadOutcome, Tier
+from .directory import Block, Namespace
+from .lower import LowerTier
+from .sessions import Session
+from .tiers.pool import Job
+from .worth import LoadMode
+
+
+class Answer(NamedTuple):
+    """What a lookup that waited gets: the packed slots of the blocks that it leases now."""
+
+    slots: list[int]
+    disk: int
+    """Blocks of these that came from the disk tier for it."""
+    redis: int
+
+
+class Timer(Protocol):
+    """A call that will be made, unless it is cancelled."""
+
+    def cancel(self) -> None:
+        """Do not make it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionOptions:
+    """When lower tiers are used, and for how many seconds a lookup waits for them at most."""
+
+    mode: LoadMode = LoadMode.AUTO
+    wait_seconds: float = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A lookup that waits. Positions count blocks of its request."""
+
+    session: Session
+    lease: int
+    keys: Sequence[BlockKey]
+    start: int
+    end: int
+    """Positions from `start` up to here have come, or are awaited."""
+    done: Callable[[Answer], None]
+    began: float
+    blocks: dict[int, Block] = field(default_factory=dict)
+    """Leased for it."""
+    origins: dict[int, Tier] = field(default_factory=dict)
+    awaited: dict[int, Incoming] = field(default_factory=dict)
+    todo: deque[tuple[int, LowerTier]] = field(default_factory=deque)
+    """Where blocks lie whose reads have not begun."""
+    asking: bool = False
+    asked: int = 0
+    cut: bool = False
+    timer: Timer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A block that is being read into a slot."""
+
+    space: Namespace
+    key: BlockKey
+    parent: BlockKey
+    slot: int
+    source: LowerTier
+    job: Job[ReadOutcome] | None = None
+    waiters: dict[Waiting, int] = field(default_factory=dict)
+    """Who waits for it, and at which position."""
+    discarded: bool = False
+
+
+Source: TypeAlias = Block | Incoming | LowerTier
+"""Where a block is: in the host tier, on its way there, or in a lower tier."""
