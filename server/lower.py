@@ -37,6 +37,8 @@ RESCAN_SECONDS = 5.0
 """How often a directory that other servers may share is looked through for changes."""
 LOOK_PAUSES = 20
 """After a look that took long, the next one comes after so many times as long."""
+FORGOTTEN_AT_ONCE = 1000
+"""Records of a namespace that is reset which leave the index in one turn of the loop."""
 ORDERED_AT_ONCE = 500
 """Records of a scan that the policy is told of in one turn of the loop."""
 
@@ -93,7 +95,7 @@ class LowerTier:
         self._reserved = 0
         """Bytes of writes under way."""
         self._busy: Counter[str] = Counter()
-        """Writes and wipes under way by namespace."""
+        """What has to end before a namespace's records are removed, by namespace."""
         self._wiping: set[str] = set()
         """Namespaces whose records are not to be used until they are removed."""
         self._look_again = float("inf")
@@ -235,9 +237,10 @@ class LowerTier:
 
     def wipe(self, space: Space) -> None:
         """Drop everything of a namespace. Nothing of it is read or written until that is done."""
-        self._evicted(self._index.clear(space.digest), EvictReason.RESET)
-        self._wiping.add(space.digest)
-        self._wipe_what_is_quiet()
+        if space.digest not in self._wiping:
+            self._wiping.add(space.digest)
+            self._busy[space.digest] += 1
+            self._steps.hand_in(partial(self._forget_some, space.digest))
 
     def tick(self) -> None:
         """Look after the tier: probe it, notice what hangs, look for what others wrote."""
@@ -350,6 +353,16 @@ class LowerTier:
     def _give_up_some(self) -> None:
         """The medium is full before the budget is: make room on it, for others too."""
         self._drop(self._evict(max(self.used_bytes // FULL_SHARE, 1)))
+
+    def _forget_some(self, digest: str) -> None:
+        """Take a namespace out of the index, a part at a time; then its records can go."""
+        forgotten = self._index.forget(digest, FORGOTTEN_AT_ONCE)
+        self._evicted(forgotten, EvictReason.RESET)
+        if forgotten:
+            self._steps.hand_in(partial(self._forget_some, digest))
+        else:
+            self._busy[digest] -= 1
+            self._wipe_what_is_quiet()
 
     def _wipe_what_is_quiet(self) -> None:
         for digest in self._wiping:

@@ -7,6 +7,7 @@ record by the beginning of its namespace's digest and the key. Runs on the event
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 from .core import BlockKey
@@ -87,10 +88,10 @@ class RecordIndex:
             self.policy.remove(self._name(namespace, key))
         return True
 
-    def clear(self, namespace: str) -> int:
-        """Forget all records of a namespace. Returns how many there were."""
+    def forget(self, namespace: str, at_most: int) -> int:
+        """Forget some records of a namespace. Returns how many; 0 when there are none left."""
         shelves = self._shelves.get(namespace, [])
-        keys = [key for shelf in shelves for key in shelf]
+        keys = list(islice((key for shelf in shelves for key in shelf), at_most))
         for key in keys:
             self.remove(namespace, key)
         return len(keys)

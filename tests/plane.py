@@ -61,9 +61,9 @@ class Plane:
         try:
             self.await_(self.host.allocate())
             self.await_(self.plane.start())
-            for lower in self.lowers:
-                self.do(lower.start)
-                until(lambda: lower.scanned, "the tier's first look")  # noqa: B023
+            for tier in self.lowers:
+                self.do(tier.start)
+            until(lambda: all(tier.scanned for tier in self.lowers), "the first look")
         except BaseException:
             self._end()
             raise
