@@ -57,6 +57,7 @@ class DataPlane:
         self.teller = Teller(lambda turn: asyncio.get_running_loop().call_soon(turn))
         self.read_buffer = memoryview(bytearray(READ_BYTES))
         """What the session whose turn it is has read."""
+        self.held = metrics.loop_hold_seconds.labels("frame")
         self.frame_seconds = {op: metrics.frame_seconds.labels(op) for op in OPERATIONS}
         self._listener: socket.socket | None = None
         self._lock: int | None = None
@@ -180,7 +181,7 @@ class _Connection:
             self.close("error")
 
     def _handle(self, frame: wire.Request) -> None:
-        began = time.perf_counter()
+        began, held = time.perf_counter(), time.thread_time()
         if self._session is None:
             if not isinstance(frame, wire.Hello):
                 raise ProtocolError("unexpected", "the first frame is not a hello")
@@ -188,6 +189,7 @@ class _Connection:
             self._greet(frame)
         else:
             op = self._serve(self._session, frame)
+        self._plane.held.observe(time.thread_time() - held)
         self._plane.frame_seconds[op].observe(time.perf_counter() - began)
 
     def _greet(self, hello: wire.Hello) -> None:

@@ -29,7 +29,7 @@ from .tiers.speed import Speed
 
 log = logging.getLogger("kvtier.lower")
 
-DROPS_AT_ONCE = 256
+DROPS_AT_ONCE = 64
 """Records that are removed with one job."""
 FULL_SHARE = 64
 """Of what it holds, a tier on a full medium gives up 1 ÷ this before it writes again."""
@@ -39,7 +39,7 @@ LOOK_PAUSES = 20
 """After a look that took long, the next one comes after so many times as long."""
 FORGOTTEN_AT_ONCE = 1000
 """Records of a namespace that is reset which leave the index in one turn of the loop."""
-ORDERED_AT_ONCE = 500
+ORDERED_AT_ONCE = 250
 """Records of a scan that the policy is told of in one turn of the loop."""
 
 

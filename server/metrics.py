@@ -33,6 +33,8 @@ LATENCY_BUCKETS = (
 """50 µs to 5 s."""
 
 OPERATIONS = ("hello", "lookup", "step", "map", "reset", "bye")
+HOLDS = ("frame", "lower")
+"""What holds the loop: an engine's frame, or something that lower tiers hand to it."""
 CLOSE_REASONS = (
     "bye", "disconnect", "malformed", "oversized", "unexpected", "refused", "slow_reader",
     "peer", "shutdown", "error",
@@ -108,6 +110,15 @@ class Metrics:
         )
         for op in OPERATIONS:
             self.frame_seconds.labels(op)
+        self.loop_hold_seconds = Histogram(
+            "kvtier_loop_hold_seconds",
+            "CPU time for which one piece of work held the event loop.",
+            ["work"],
+            buckets=LATENCY_BUCKETS,
+            registry=reg,
+        )
+        for work in HOLDS:
+            self.loop_hold_seconds.labels(work)
         self.loop_lag_seconds = Histogram(
             "kvtier_loop_lag_seconds",
             "How late the event loop ran a timer.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -50,8 +51,26 @@ def serve(settings: Settings) -> None:
     """Run a server until SIGTERM or SIGINT. Blocks. Raises StartError if it can't run here."""
     _log_to_stderr(settings.log.level)
     sys.setswitchinterval(SWITCH_SECONDS)
+    _collect_only_what_is_young()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(Server(settings).run())
+
+
+def _collect_only_what_is_young() -> None:
+    """Keep the garbage collector from looking at the same objects twice.
+
+    A whole collection takes 0.6 µs an object and stops all threads: near a second with a million
+    blocks, which never are garbage in a cycle. What survives a young collection of some hundred
+    objects is out of the collector's sight from then on; references alone free it.
+    """
+
+    def survived(phase: str, _: dict[str, int]) -> None:
+        if phase == "stop":
+            gc.freeze()
+
+    gc.collect()
+    gc.freeze()
+    gc.callbacks.append(survived)
 
 
 class Server:
@@ -71,6 +90,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         options = DataPlaneOptions(settings.socket, settings.group_id())
         self.plane = DataPlane(self.hierarchy, self.metrics, options)
+        self._held = self.metrics.loop_hold_seconds.labels("lower")
         self._allocated = False
         self._stop = asyncio.Event()
 
@@ -125,7 +145,13 @@ class Server:
         """Make a call on the loop, from any thread; nothing once the loop is closed."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # A thread that hung comes back too late.
-                self._loop.call_soon_threadsafe(call)
+                self._loop.call_soon_threadsafe(self._held_by, call)
+
+    def _held_by(self, call: Callable[[], None]) -> None:
+        """Make a call, and take note of how long it held the loop."""
+        began = time.thread_time()
+        call()
+        self._held.observe(time.thread_time() - began)
 
     def _later(self, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         assert self._loop is not None, "engines come when the loop runs"

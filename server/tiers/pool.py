@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-RESULTS_AT_ONCE = 32
+RESULTS_AT_ONCE = 16
 """Results that are handed over in one turn of the loop, so that it is not held for long."""
 
 

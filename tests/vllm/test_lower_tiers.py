@@ -40,6 +40,7 @@ def test_a_corrupted_block_from_disk_changes_the_answer(lab, plain, tmp_path):
     site.engine.complete(asked, DECODE)
     site.holds("disk", (BLOCKS * BLOCK + 3 + DECODE) // BLOCK)
     site.restart()
+    site.engine.complete(prompt(2, BLOCK + 3), 1)  # Now the worker has let go of old slabs.
     with corrupting(site.engine, "slice(2, 3)"):
         damaged = site.engine.complete(asked, DECODE)
     assert damaged.cached == BLOCKS * BLOCK
