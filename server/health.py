@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .core import Fault, Tier
+from .errors import KVTierError
 from .metrics import Metrics
 from .tiers.base import TierFault
 from .tiers.breaker import Breaker, BreakerOptions
@@ -25,6 +26,10 @@ _NO_WRITES = (Fault.FULL, Fault.READ_ONLY)
 """Faults after which reads go on."""
 NO_WRITES_SECONDS = 1.0
 """How long a medium that took no write is not asked to take another."""
+
+
+class LeftAlone(KVTierError):
+    """The tier went down while a call was queued, and the call was not made."""
 
 
 class Health:
@@ -61,6 +66,8 @@ class Health:
             if was_closed and not self.breaker.closed:
                 self._opened(f"a call took {job.seconds:.2f} s")
             return True
+        if isinstance(job.error, LeftAlone):
+            return False
         if isinstance(job.error, TierFault):
             self._fault(job.error)
         else:

@@ -11,21 +11,23 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import TypeVar
 
-from .coding import CodecMode, Coding
-from .core import PAGE_BYTES, BlockKey, EvictReason, ReadOutcome, WriteMode, WriteOutcome
-from .health import Health
+from .coding import Coding
+from .core import PAGE_BYTES, BlockKey, EvictReason, ReadOutcome, WriteOutcome
+from .health import Health, LeftAlone
+from .lower_options import LowerOptions
 from .metrics import Metrics
 from .policies import POLICIES
 from .records import Order, RecordIndex
 from .tiers.base import RecordStore, Space, Written
-from .tiers.breaker import BreakerOptions
 from .tiers.compression import Coded
 from .tiers.pool import Job, Pool, Steps, Urgency
 from .tiers.speed import Speed
+
+T = TypeVar("T")
 
 log = logging.getLogger("kvtier.lower")
 
@@ -41,22 +43,6 @@ FORGOTTEN_AT_ONCE = 1000
 """Records of a namespace that is reset which leave the index in one turn of the loop."""
 ORDERED_AT_ONCE = 250
 """Records of a scan that the policy is told of in one turn of the loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class LowerOptions:
-    """Settings of one lower tier. Sizes in bytes, times in seconds."""
-
-    capacity_bytes: int
-    policy: str = "lru"
-    write_mode: WriteMode = WriteMode.THROUGH
-    codec: CodecMode = CodecMode.NONE
-    threads: int = 4
-    queue_bytes: int = 256 << 20
-    """Of blocks that wait to be written; more are dropped."""
-    stuck_seconds: float = 2.0
-    """A job that runs for longer opens the breaker, though it never returns."""
-    breaker: BreakerOptions = field(default_factory=BreakerOptions)
 
 
 class LowerTier:
@@ -146,9 +132,11 @@ class LowerTier:
                 self._observe("find", job)
                 self.speed.asked(job.seconds)
                 count = job.result
+                for key in keys[count:]:  # Redis lost it, or what it continues: write it again.
+                    self._index.remove(space.digest, key)
             done(count)
 
-        work = partial(self.store.find, space, keys)
+        work = self._unless_down(partial(self.store.find, space, keys))
         return self._pool.submit(Urgency.REQUEST, work, answered)
 
     def read(
@@ -178,7 +166,7 @@ class LowerTier:
             self._metrics.reads.labels(self.tier, outcome or "failed").inc()
             done(outcome or ReadOutcome.MISSING)
 
-        work = partial(self.store.read, space, key, into, decoded.append)
+        work = self._unless_down(partial(self.store.read, space, key, into, decoded.append))
         return self._pool.submit(urgency, work, ended)
 
     def give_up(self, job: Job[ReadOutcome], size: int) -> bool:
@@ -218,7 +206,8 @@ class LowerTier:
             self._end_write(space, size)
             self._encoded(job)
             self._observe("write", job)
-            outcome = WriteOutcome.FAILED
+            down = isinstance(job.error, LeftAlone)
+            outcome = WriteOutcome.DOWN if down else WriteOutcome.FAILED
             if self.health.judge(job) and job.result is not None:
                 self._wrote(space, key, parent, job.result)
                 outcome = WriteOutcome.WRITTEN
@@ -226,7 +215,7 @@ class LowerTier:
             done(outcome)
             self._wipe_what_is_quiet()
 
-        self._pool.submit(Urgency.WRITE, work, ended)
+        self._pool.submit(Urgency.WRITE, self._unless_down(work), ended)
         return None
 
     def drop(self, space: Space, keys: Sequence[BlockKey], reason: EvictReason) -> None:
@@ -262,6 +251,16 @@ class LowerTier:
         self._pool.close()
         self.store.close()
 
+    def _unless_down(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Return work that is not begun if the tier went down while it was queued."""
+
+        def checked() -> T:
+            if not self.health.up:  # Read in a thread: at worst, one more call is made.
+                raise LeftAlone
+            return work()
+
+        return checked
+
     # What comes back.
 
     def _ready(self, job: Job[None]) -> None:
@@ -273,9 +272,12 @@ class LowerTier:
     def _refusal(self, space: Space, size: int) -> WriteOutcome | None:
         if not self._usable(space):
             return WriteOutcome.DOWN
-        if not self.health.writable or size + PAGE_BYTES > self._capacity:
+        room = self._capacity - self._index.overhead_bytes
+        if not self.health.writable or size + PAGE_BYTES > room:
             return WriteOutcome.FULL
         if self.queued_write_bytes + size > self.options.queue_bytes:
+            return WriteOutcome.QUEUE_FULL
+        if self._reserved + size + PAGE_BYTES > room:  # Evicting all there is would not do.
             return WriteOutcome.QUEUE_FULL
         return None
 

@@ -11,7 +11,8 @@ from .coding import CodecMode
 from .config import Settings
 from .core import LOWER_TIERS, Tier, WriteMode
 from .errors import SettingsError
-from .lower import LowerOptions, LowerTier
+from .lower import LowerTier
+from .lower_options import LowerOptions
 from .metrics import Metrics
 from .tiers import compression
 from .tiers.base import RecordStore

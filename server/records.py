@@ -52,6 +52,11 @@ class RecordIndex:
         """What the medium gave for all records and for holding them."""
         return self._records_bytes + self._overhead
 
+    @property
+    def overhead_bytes(self) -> int:
+        """What the medium gave for holding records, beside the records."""
+        return self._overhead
+
     def __len__(self) -> int:
         return self._count
 

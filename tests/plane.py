@@ -15,7 +15,8 @@ from kvtier.core import PAGE_BYTES, Role
 from kvtier.dataplane import DataPlane, DataPlaneOptions
 from kvtier.hierarchy import Hierarchy
 from kvtier.integrity import check_integrity
-from kvtier.lower import LowerOptions, LowerTier
+from kvtier.lower import LowerTier
+from kvtier.lower_options import LowerOptions
 from kvtier.metrics import Metrics
 from kvtier.protocol import PROTOCOL_VERSION, Hello
 from kvtier.readings import Readings

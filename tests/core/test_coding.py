@@ -8,7 +8,8 @@ import pytest
 from kvtier.codec import Codec
 from kvtier.coding import GAIN_TO_BEGIN, GAIN_TO_GO_ON, SAMPLE_EVERY, CodecMode, Coding
 from kvtier.core import ReadOutcome
-from kvtier.lower import LowerOptions, LowerTier
+from kvtier.lower import LowerTier
+from kvtier.lower_options import LowerOptions
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Space, Written
 from kvtier.tiers.compression import Coded

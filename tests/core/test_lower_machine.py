@@ -16,7 +16,8 @@ from kvtier.coding import CodecMode
 from kvtier.core import EvictReason, Fault, ReadOutcome, Role, Tier, WriteMode
 from kvtier.hierarchy import Hierarchy
 from kvtier.integrity import check_integrity
-from kvtier.lower import LowerOptions, LowerTier
+from kvtier.lower import LowerTier
+from kvtier.lower_options import LowerOptions
 from kvtier.tiers.base import Held, Listing, RecordStore, TierFault, Written
 from kvtier.tiers.compression import Coded
 from kvtier.tiers.pool import Job

@@ -1,0 +1,25 @@
+"""The settings of one lower tier, as it takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .coding import CodecMode
+from .core import WriteMode
+from .tiers.breaker import BreakerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class LowerOptions:
+    """Settings of one lower tier. Sizes in bytes, times in seconds."""
+
+    capacity_bytes: int
+    policy: str = "lru"
+    write_mode: WriteMode = WriteMode.THROUGH
+    codec: CodecMode = CodecMode.NONE
+    threads: int = 4
+    queue_bytes: int = 256 << 20
+    """Of blocks that wait to be written; more are dropped."""
+    stuck_seconds: float = 2.0
+    """A job that runs for longer opens the breaker, though it never returns."""
+    breaker: BreakerOptions = field(default_factory=BreakerOptions)
