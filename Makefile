@@ -50,7 +50,7 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy server
 	$(BIN)/lint-imports
-	$(BIN)/pytest -m "not vllm and not slow"
+	$(BIN)/pytest -m "not vllm and not slow" -n auto --dist worksteal
 
 test: system venv-vllm check
 	$(BIN)/pytest -m "vllm or slow"

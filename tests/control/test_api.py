@@ -15,6 +15,7 @@ from kvtier.config import Settings
 from kvtier.core import Role
 from kvtier.hierarchy import Hierarchy
 from kvtier.metrics import Metrics
+from kvtier.readings import Readings
 from kvtier.protocol import Asked
 from kvtier.tiers.host import HostOptions, HostTier
 from support import MANIFEST
@@ -214,7 +215,7 @@ async def test_a_failure_inside_is_a_problem_without_its_details(control, monkey
     def fail():
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(control.hierarchy, "tiers", fail)
+    monkeypatch.setattr(Readings, "tiers", lambda _: fail())
     answer = await control.get("/v1/tiers")
     check_problem(answer, 500)
     assert "secret" not in answer.text
