@@ -133,9 +133,13 @@ def start_server(folder: Path, *options: str, name: str = "server") -> Part:
 
 
 def start_up(folder: Path, up: Sequence[str], engine: Sequence[str], name: str) -> Part:
-    """Start `kvtier up [up] -- [engine]` with its log in `folder`; the part is its vLLM."""
+    """Start `kvtier up [up] -- [engine]` with its log in `folder`; the part is its vLLM.
+
+    Where it starts a server, that one's blocks on disk are in `folder` too.
+    """
     port = free_port(LOOPBACK)
-    command = ["-m", "kvtier", "up", *up, "--", *engine, "--host", LOOPBACK, "--port", str(port)]
+    command = ["-m", "kvtier", "up", "--disk", str(folder / f"{name}-blocks"), *up, "--", *engine]
+    command += ["--host", LOOPBACK, "--port", str(port)]
     child, log = _start(f"kvtier up ({name})", command, folder / f"{name}.log", {})
     return Part(child, f"http://{LOOPBACK}:{port}", log, "/health", ENGINE_SECONDS)
 

@@ -110,13 +110,18 @@ class Client:
         """Ask for a prefix; see `protocol.Lookup`. The answer's `seq` is the lease's number."""
         return self._call(wire.Lookup(next(self._seq), keys, start, tenant), wire.Found)
 
-    def answer(self, lease: int) -> wire.Found | None:
-        """Return what became of a lookup that had to wait, without waiting; None if not yet.
+    def answer(self, lease: int, patience: float = 0.0) -> wire.Found | None:
+        """Return what became of a lookup that had to wait; None if not yet.
 
-        Whoever gives up on a lookup must ask once more, or its answer is kept.
+        Waits for anything to arrive for `patience` seconds at most. Whoever gives up on a lookup
+        must ask once more, or its answer is kept.
         """
         if (link := self._drained()) is None:
             return None
+        if patience and lease not in link.found:
+            link.await_anything(patience)
+            if (link := self._drained()) is None:
+                return None
         return link.found.pop(lease, None)
 
     def step(self, step: wire.Step) -> wire.Granted | None:
@@ -326,6 +331,11 @@ class Link:
                 self.changed.append(reply)
             case _:
                 raise ProtocolError("protocol", f"nobody waits for {reply!r}")
+
+    def await_anything(self, seconds: float) -> None:
+        """Wait until something has arrived, or the connection is lost, for so long at most."""
+        self._poll.register(self._sock, select.POLLIN)
+        self._poll.poll(math.ceil(seconds * 1000.0))
 
     @property
     def hung_up(self) -> bool:

@@ -180,6 +180,8 @@ class _Up:
             "kvtier metrics": f"{control}/metrics" if control else "beside the control plane",
             "socket": str(self._settings.socket),
         }
+        if not self._joins:
+            rows["blocks on disk"] = str(self._settings.disk.path)
         ends = "this engine; the server stays" if self._joins else "both"
         lines = [f"ready; Ctrl-C ends {ends}"]
         lines += [f"  {name:<16}{value}" for name, value in rows.items()]

@@ -47,9 +47,12 @@ class Account:
         """Ask for a prefix; see `protocol.Lookup`. None is a miss."""
         return None if self.by is NOBODY else self._client.lookup(keys, start, tenant)
 
-    def answer(self, lease: int) -> wire.Found | None:
-        """Return what became of a lookup that waits for lower tiers; None if not yet."""
-        return self._client.answer(lease)
+    def answer(self, lease: int, patience: float = 0.0) -> wire.Found | None:
+        """Return what became of a lookup that waits for lower tiers; None if not yet.
+
+        Waits for it for `patience` seconds at most.
+        """
+        return self._client.answer(lease, patience)
 
     def overdue(self) -> None:
         """Count an answer that did not come in time."""

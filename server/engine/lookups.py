@@ -27,14 +27,17 @@ class Lookups:
         self._tracer = tracer
         self._block_tokens = block_tokens
 
-    def known(self, tracked: Tracked, first: int, last: int) -> Match | Awaited | None:
+    def known(
+        self, tracked: Tracked, first: int, last: int, patience: float
+    ) -> Match | Awaited | None:
         """Return what is known of the blocks from `first` up to `last`, or awaited.
 
-        What was asked of another server, or for other blocks, is given back.
+        An answer is waited for `patience` seconds at most. What was asked of another server, or for
+        other blocks, is given back.
         """
         asked = (self._account.by, first, last)
         if (awaited := tracked.awaited) is not None and awaited.question == asked:
-            self._take_answer(tracked, awaited)
+            self._take_answer(tracked, awaited, patience)
         for known in (tracked.match, tracked.awaited):
             if known is not None and known.question == asked:
                 return known
@@ -78,9 +81,9 @@ class Lookups:
         if what.by == self._account.by:
             self._account.say.releases.append(lease)
 
-    def _take_answer(self, tracked: Tracked, awaited: Awaited) -> None:
+    def _take_answer(self, tracked: Tracked, awaited: Awaited, patience: float) -> None:
         """Make the answer that has come the request's match; a miss if it is overdue."""
-        found = self._account.answer(awaited.lease)
+        found = self._account.answer(awaited.lease, patience)
         first, last = awaited.first, awaited.last
         if found is not None:
             tracked.awaited = None

@@ -26,6 +26,9 @@ from .requests import Awaited, Tracked, joined, track
 from .stats import BYPASSED, MISSES, ConnectorStats
 from .tracing import LOAD, STORE, Span, Tracer
 
+IDLE_SECONDS = 0.005
+"""For which a step waits for the answer to a lookup, at most, if the one before was empty."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
@@ -68,6 +71,8 @@ class SchedulerSide:
         self._inflight = InFlight(options.ranks)
         self._bypassed: Counter[str] = Counter()
         self._seq = 0
+        self._idle = False
+        """The last step computed and copied nothing."""
 
     # vLLM's hooks, in the order of a request's life.
 
@@ -83,7 +88,7 @@ class SchedulerSide:
         hashes = request.block_hashes[:last]
         if self._inflight.loading_any(hashes):
             return None
-        found = self._lookups.known(tracked, first, last)
+        found = self._lookups.known(tracked, first, last, self._patience())
         if found is None:
             tracked.stored, tracked.refill = first, []
             if not self._may_ask(tracked, first, last):
@@ -92,6 +97,15 @@ class SchedulerSide:
         if isinstance(found, Awaited):
             return None
         return 0 if found is None else len(found.slots) * self._block_tokens
+
+    def _patience(self) -> float:
+        """Return for how many seconds this step may wait for the answer to a lookup.
+
+        An engine that has nothing else to do would ask again and again, and take the cores from
+        those that read: it waits a little, once a step.
+        """
+        patience, self._idle = (IDLE_SECONDS if self._idle else 0.0), False
+        return patience
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """Plan the load of `external` tokens into the request's `blocks`."""
@@ -155,6 +169,7 @@ class SchedulerSide:
         self._account.say.prefill_tokens, self._account.say.prefill_seconds = measure
         self._account.flush()
         self._meter.planned(scheduler_output.num_scheduled_tokens.values())
+        self._idle = not (scheduler_output.num_scheduled_tokens or self.busy)
         return plan
 
     def stepped(self) -> None:

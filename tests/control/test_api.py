@@ -15,8 +15,8 @@ from kvtier.config import Settings
 from kvtier.core import Role
 from kvtier.hierarchy import Hierarchy
 from kvtier.metrics import Metrics
-from kvtier.readings import Readings
 from kvtier.protocol import Asked
+from kvtier.readings import Readings
 from kvtier.tiers.host import HostOptions, HostTier
 from support import MANIFEST
 

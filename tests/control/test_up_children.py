@@ -108,7 +108,11 @@ def up(tmp_path):
                 [sys.executable, *map(str, command)],
                 stdout=sink,
                 stderr=sink,
-                env=clean_environment(PYTHONPATH=str(tmp_path / "fake"), FAKE=behaviour),
+                env=clean_environment(
+                    PYTHONPATH=str(tmp_path / "fake"),
+                    FAKE=behaviour,
+                    XDG_CACHE_HOME=str(tmp_path / "cache"),
+                ),
             )
         started.append(process)
         return Up(process, path, output)
@@ -150,6 +154,14 @@ def test_everything_is_named_once_both_are_ready(up):
     for name in ("OpenAI API", "vLLM metrics", "control plane", "kvtier metrics", "socket"):
         assert re.search(rf"  {name} +\S+", running.said), running.said
     assert str(running.socket) in running.said
+
+
+def test_blocks_lie_in_the_users_cache_folder_unless_a_setting_says_otherwise(up, tmp_path):
+    running = up()
+    running.says("ready;")
+    folder = tmp_path / "cache/kvtier/blocks"
+    assert str(folder) in running.said
+    until(folder.is_dir, "the directory", SECONDS)
 
 
 def test_the_end_of_vllm_ends_the_server_and_its_exit_code_is_kept(up):

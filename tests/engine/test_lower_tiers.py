@@ -280,3 +280,30 @@ def test_writes_that_a_tier_cannot_keep_up_with_are_dropped(planes, disk, engine
     assert dropped() == 11
     gate.set()
     written(plane, 5)
+
+
+def test_only_an_engine_that_has_nothing_else_to_do_waits_for_an_answer(planes, disk, engine_on):
+    stored_then_restarted(planes, disk, engine_on)
+    gate = threading.Event()
+    plane = planes(name="third.sock", stores=[SlowStore(disk(), read=gate.wait)])
+    engine = engine_on(plane)
+    waited = []
+    answer = engine.scheduler_client.answer
+    engine.scheduler_client.answer = lambda lease, patience=0.0: (
+        waited.append(patience),
+        answer(lease, patience),
+    )[1]
+    busy = Request("busy", "other", 3 * TOKENS, range(32, 48))
+    requests = [Request(f"s{n}", blocks=range(16 * n, 16 * n + 16)) for n in range(2)]
+    for request in requests:
+        assert engine.admit(request) is None
+    assert engine.admit(busy) == 0
+    engine.step({busy: 3 * TOKENS})
+    for _ in range(2):
+        assert [engine.admit(request) for request in requests] == [None, None]
+        engine.step({})
+    assert [each > 0 for each in waited] == [False, False, True, False], "once a step, if idle"
+    for request in (*requests, busy):
+        engine.scheduler.finished(request, [])
+    gate.set()
+    engine.step({})
