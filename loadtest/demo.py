@@ -286,9 +286,10 @@ def _document() -> str:
 
 
 def _show(screen: Screen, steps: Sequence[Step]) -> None:
-    table = Table(title=f"medians of {len(QUESTIONS)} questions", title_justify="left")
+    title = f"medians of {len(QUESTIONS)} questions: prompt tokens, and how many came from where"
+    table = Table(title=title, title_justify="left")
     table.add_column("step")
-    for column in ("prompt tokens", *(f"from {name}" for name in TIERS.values()), "TTFT", "gain"):
+    for column in ("tokens", *TIERS.values(), "TTFT", "gain"):
         table.add_column(column, justify="right")
     for step in steps:
         tiers = [
