@@ -116,6 +116,7 @@ def test_a_config_file_of_vllm_is_held_to_the_same(config, text, said):
     assert said in refusal("some/model", "--config", config(text))
 
 
+@pytest.mark.vllm
 def test_a_port_that_another_process_has_is_refused(up):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

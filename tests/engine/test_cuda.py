@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.distributed")
 
 sys.path.append(str(Path(__file__).parents[2]))  # for loadtest
 

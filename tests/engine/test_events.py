@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.distributed")
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

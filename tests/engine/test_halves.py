@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.distributed")
 
 from kvtier import protocol as wire
 from kvtier.core import StoreOutcome, unpack_slot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.distributed")
 
 from simulated import TOKENS
 from vllm.lora.request import LoRARequest

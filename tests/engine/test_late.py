@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.distributed")
 
 from late_paging import LatePaging
 from simulated import TOKENS, Request, blocks, end_session, leased

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.distributed")
 
 from kvtier.core import StoreOutcome
 from simulated import TOKENS, Request, blocks, end_session, leased, lose

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.distributed")
 sys.path[:0] = [str(Path(__file__).parents[1] / "tiers")]  # for wrappers.py
 
 from kvtier.core import EvictReason, Fault, ReadOutcome, Tier, WriteMode

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.distributed")
 
 import torch
 from kvtier.core import KEY_BYTES

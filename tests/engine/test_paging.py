@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.distributed")
 
 from kvtier.engine import paging as paging_module
 from kvtier.engine.devices import page_caches

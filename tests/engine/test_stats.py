@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.distributed")
 
 from kvtier.client import FAILURES
 from kvtier.engine.stats import COPIES, MISSES, ConnectorMetrics, ConnectorStats

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("safetensors")
+
 from adapters import make_adapter
 from harness import BLOCK, holds, host_blocks, make_model, no_leaks, prompt
 from inprocess import Ask
