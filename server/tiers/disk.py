@@ -24,7 +24,7 @@ from .tree import Tree
 
 log = logging.getLogger(__name__)
 
-WRITE_ATTEMPTS = 10
+WRITE_ATTEMPTS = 50
 """How often a write is tried. It makes the folder that is missing, and a wipe may remove it."""
 
 _FAULTS_OF_WRITING: Mapping[int | None, Fault] = {
