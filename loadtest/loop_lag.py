@@ -14,6 +14,7 @@ does not lengthen it. Beside it stands how late the loop ran a timer, `kvtier_lo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import random
@@ -31,6 +32,7 @@ from kvtier.codec import HEADER_PAGE_BYTES
 from kvtier.core import Manifest, Role
 
 from .disk_speed import fill
+from .lookup import MANIFEST
 from .redis_speed import redis_server
 from .report import Row, show
 from .rig import RigError, counter
@@ -217,20 +219,8 @@ def _wait_connected(server: Part, engines: list[_Engine]) -> None:
 
 
 def _manifest(block_bytes: int) -> Manifest:
-    return Manifest(
-        model="loadtest",
-        weights=hashlib.sha256(b"%d" % block_bytes).hexdigest(),
-        quantization="None",
-        dtype="float32",
-        kv_dtype="auto",
-        block_tokens=32,
-        layers=1,
-        layout="flat",
-        shard_bytes=block_bytes,
-        shards=1,
-        hash_algorithm="sha256_cbor",
-        hash_seed="0",
-    )
+    weights = hashlib.sha256(b"%d" % block_bytes).hexdigest()
+    return dataclasses.replace(MANIFEST, weights=weights, shard_bytes=block_bytes)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ event loop.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -25,11 +24,10 @@ class Cascade:
     """All writes of blocks to lower tiers."""
 
     def __init__(self, evictor: Evictor, lowers: Sequence[LowerTier]) -> None:
-        self.writing: Counter[Block] = Counter()
-        """Blocks that are being written, and to how many tiers."""
+        self.writing: set[tuple[Tier, Block]] = set()
+        """Blocks that are being written to a tier: each is leased for that."""
         self._evictor = evictor
         self._lowers = lowers
-        self._under_way: set[tuple[Tier, Block]] = set()
         self._leaving: set[Block] = set()
         """Go from the host tier as soon as they are written."""
         if lowers:
@@ -55,8 +53,6 @@ class Cascade:
 
         Returns False where no tier wants it: it may go at once.
         """
-        if block in self._leaving:
-            return True
         begun = [self._write(lower, space, block) for lower in self._in_mode(WriteMode.ON_EVICT)]
         if any(begun):
             self._leaving.add(block)
@@ -74,7 +70,7 @@ class Cascade:
         one = (lower.tier, block)
         if space.blocks.get(block.key) is not block:
             return False
-        if one in self._under_way or lower.holds(space.records, block.key):
+        if one in self.writing or lower.holds(space.records, block.key):
             return False
         parent = block.parent.key if block.parent is not None else b""
         payload = self._evictor.host.memory(block.slot, space.pool)
@@ -82,18 +78,15 @@ class Cascade:
         if lower.write(space.records, block.key, parent, payload, done) is not None:
             return False
         block.leases += 1
-        self.writing[block] += 1
-        self._under_way.add(one)
+        self.writing.add(one)
         return True
 
     def _written(self, space: Namespace, one: tuple[Tier, Block], _: WriteOutcome) -> None:
-        self._under_way.discard(one)
+        self.writing.discard(one)
         block = one[1]
-        self.writing[block] -= 1
-        if not self.writing[block]:
-            del self.writing[block]
         self._evictor.unlease(space, [block])
-        if block in self._leaving and block not in self.writing:
+        elsewhere = any((lower.tier, block) in self.writing for lower in self._lowers)
+        if block in self._leaving and not elsewhere:
             self._leaving.discard(block)
             space.leaving -= 1
             unwanted = not block.leases and not space.continued(block)

@@ -108,13 +108,16 @@ class Client:
 
     def lookup(self, keys: bytes, start: int, tenant: str = "") -> wire.Found | None:
         """Ask for a prefix; see `protocol.Lookup`. The answer's `seq` is the lease's number."""
-        return self._call(wire.Lookup(next(self._seq), keys, start, tenant), wire.Found)
+        found = self._call(wire.Lookup(next(self._seq), keys, start, tenant), wire.Found)
+        if found is not None and found.within and (link := self._link) is not None:
+            link.awaited.add(found.seq)
+        return found
 
     def answer(self, lease: int, patience: float = 0.0) -> wire.Found | None:
         """Return what became of a lookup that had to wait; None if not yet.
 
-        Waits for anything to arrive for `patience` seconds at most. Whoever gives up on a lookup
-        must ask once more, or its answer is kept.
+        Waits for anything to arrive for `patience` seconds at most. It is kept until it was asked
+        for, or until `abandon`.
         """
         if (link := self._drained()) is None:
             return None
@@ -123,6 +126,12 @@ class Client:
             if (link := self._drained()) is None:
                 return None
         return link.found.pop(lease, None)
+
+    def abandon(self, lease: int) -> None:
+        """Keep no second answer to a lookup; its lease is still to be released."""
+        if (link := self._link) is not None:
+            link.awaited.discard(lease)
+            link.found.pop(lease, None)
 
     def step(self, step: wire.Step) -> wire.Granted | None:
         """Send a step and wait for the slots that it needs."""
@@ -260,8 +269,10 @@ class Link:
 
     def __init__(self, path: Path, hello: wire.Hello, deadline: float) -> None:
         self.granted: list[int] = []
+        self.awaited: set[int] = set()
+        """Leases whose second answers are to come, and wanted."""
         self.found: dict[int, wire.Found] = {}
-        """Second answers to lookups, by lease, until somebody asks for them."""
+        """These answers, until somebody asks for them."""
         self.changed: list[wire.Changed] = []
         self.descriptors: collections.deque[int] = collections.deque()
         self._reader = wire.FrameReader()
@@ -326,7 +337,9 @@ class Link:
             case wire.Granted():
                 self.granted += reply.slots
             case wire.Found():
-                self.found[reply.seq] = reply
+                if reply.seq in self.awaited:
+                    self.awaited.discard(reply.seq)
+                    self.found[reply.seq] = reply
             case wire.Changed():
                 self.changed.append(reply)
             case _:

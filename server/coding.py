@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from .averages import averaged
 from .codec import Codec
 
 SAMPLE_EVERY = 64
@@ -75,14 +76,15 @@ class Coding:
 
     def encoded(self, raw: int, stored: int) -> None:
         """A write compressed so many bytes."""
-        self._written_share = _averaged(self._written_share, stored / raw)
+        self._written_share = averaged(self._written_share, stored / raw, WEIGHT)
 
     def read(self, raw: int, stored: int, seconds: float) -> None:
         """A block was read; decoding it took so long, 0.0 if it was stored raw."""
-        self._read_share = _averaged(self._read_share, stored / raw)
-        self._decoded_share = _averaged(self._decoded_share, 1.0 if seconds else 0.0)
+        self._read_share = averaged(self._read_share, stored / raw, WEIGHT)
+        decoded = 1.0 if seconds else 0.0
+        self._decoded_share = averaged(self._decoded_share, decoded, WEIGHT)
         if seconds:
-            self._decode_seconds = _averaged(self._decode_seconds, seconds / raw)
+            self._decode_seconds = averaged(self._decode_seconds, seconds / raw, WEIGHT)
 
     def _medium_seconds(self, bandwidth: float | None) -> float | None:
         """Return what the medium alone takes for a stored byte.
@@ -93,7 +95,3 @@ class Coding:
             return None
         decoding = self._decoded_share * (self._decode_seconds or 0.0) / self._decoders
         return max(1.0 / bandwidth - decoding, 0.0) / self._read_share
-
-
-def _averaged(before: float | None, latest: float) -> float:
-    return latest if before is None else before + WEIGHT * (latest - before)

@@ -22,6 +22,11 @@ ROUNDING = 1e-9
 """So that 100 slots at 0.98 keep 2 free, whatever 1 - 0.98 is in binary."""
 
 
+def _goes_at_once(space: Namespace, block: Block) -> bool:  # noqa: ARG001
+    """No lower tier gets it first."""
+    return False
+
+
 class Evictor:
     """Takes blocks out of the host tier. `evictions` counts them."""
 
@@ -100,7 +105,7 @@ class Evictor:
         self,
         space: Namespace,
         count: int,
-        demote: Callable[[Namespace, Block], bool] | None = None,
+        demote: Callable[[Namespace, Block], bool] = _goes_at_once,
     ) -> int:
         """Evict up to `count` blocks, coldest first. Returns how many there were.
 
@@ -112,7 +117,7 @@ class Evictor:
                 block = space.blocks[key]
                 if block.leases or space.continued(block):
                     continue
-                if demote is None or not demote(space, block):
+                if not demote(space, block):
                     self.drop(space, block, EvictReason.CAPACITY)
                 evicted += 1
                 if evicted == count:
@@ -144,8 +149,3 @@ class Evictor:
             if owned.slab.size >= space.pool.slot_bytes
         ]
         return sorted(slabs, key=lambda found: found[2].last_used)
-
-
-def _goes_at_once(space: Namespace, block: Block) -> bool:  # noqa: ARG001
-    """Nothing lies below the host tier."""
-    return False

@@ -16,7 +16,7 @@ from .errors import KVTierError
 from .metrics import Metrics
 from .tiers.base import TierFault
 from .tiers.breaker import Breaker, BreakerOptions
-from .tiers.pool import Job
+from .tiers.pool import Job, Urgency
 
 T = TypeVar("T")
 
@@ -62,44 +62,47 @@ class Health:
         """Take note of how a job went. Returns whether it went well."""
         if job.error is None:
             was_closed = self.breaker.closed
-            self.breaker.worked(job.seconds, self._clock())
+            took = 0.0 if job.urgency is Urgency.UPKEEP else job.seconds
+            self.breaker.worked(took, self._clock())
             if was_closed and not self.breaker.closed:
-                self._opened(f"a call took {job.seconds:.2f} s")
+                self._opened(f"a call took {took:.2f} s")
             return True
-        if isinstance(job.error, LeftAlone):
-            return False
-        if isinstance(job.error, TierFault):
-            self._fault(job.error)
-        else:
-            log.error("a job of the %s tier failed", self._tier, exc_info=job.error)
-            self._fault(TierFault(Fault.IO, "an internal error"))
+        if not isinstance(job.error, LeftAlone):
+            self._fault(self._meaning(job.error))
         return False
 
     def ready(self, job: Job[None]) -> bool:
         """Take note of how getting ready went, at the start or as a probe."""
-        error = job.error
-        if not self.opened and isinstance(error, TierFault) and error.fault not in _NO_WRITES:
-            self._count(error)
-            self._fail(error, at_once=True)
-            return False
-        if not self.judge(job) and not self.breaker.closed:
-            return False
-        if error is None and self._said:
-            log.info("the %s tier is back", self._tier)
-            self._said = ""
+        if job.error is None:
+            self.breaker.worked(0.0, self._clock())
+            if not self.breaker.closed:  # Something else failed meanwhile.
+                return False
+            if self._said:
+                log.info("the %s tier is back", self._tier)
+                self._said = ""
+        else:
+            fault = self._meaning(job.error)
+            self._fault(fault, at_once=True)
+            if fault.fault not in _NO_WRITES:
+                return False
         self.opened = True
         return True
 
     def stuck(self, seconds: float) -> None:
         """A job has been running for so long, and does not come back."""
-        fault = TierFault(Fault.TIMEOUT, f"an operation has not come back for {seconds:.1f} s")
-        self._count(fault)
-        self._fail(fault, at_once=True)
+        text = f"an operation has not come back for {seconds:.1f} s"
+        self._fault(TierFault(Fault.TIMEOUT, text), at_once=True)
 
-    def _fault(self, fault: TierFault) -> None:
-        self._count(fault)
+    def _meaning(self, error: Exception) -> TierFault:
+        if isinstance(error, TierFault):
+            return error
+        log.error("a job of the %s tier failed", self._tier, exc_info=error)
+        return TierFault(Fault.IO, "an internal error")
+
+    def _fault(self, fault: TierFault, at_once: bool = False) -> None:
+        self._metrics.tier_faults.labels(self._tier, fault.fault).inc()
         if fault.fault not in _NO_WRITES:
-            self._fail(fault)
+            self._fail(fault, at_once)
             return
         now = self._clock()
         first = now >= self._no_writes_until
@@ -110,7 +113,7 @@ class Health:
             if fault.fault is Fault.FULL:
                 self.full()
 
-    def _fail(self, fault: TierFault, at_once: bool = False) -> None:
+    def _fail(self, fault: TierFault, at_once: bool) -> None:
         was_closed = self.breaker.closed
         self.breaker.failed(self._clock(), at_once)
         if was_closed and not self.breaker.closed:
@@ -119,9 +122,6 @@ class Health:
     def _opened(self, why: str) -> None:
         self._metrics.breaker_openings.labels(self._tier).inc()
         self._say(f"is left alone for now: {why}")
-
-    def _count(self, fault: TierFault) -> None:
-        self._metrics.tier_faults.labels(self._tier, fault.fault).inc()
 
     def _say(self, text: str) -> None:
         """Log a sentence once, until another one takes its place."""

@@ -58,7 +58,7 @@ def _check_leases(hierarchy: Hierarchy, space: Namespace) -> None:
                     held.update(blocks)
         for lost in engine.limbo:
             held.update(lost.leased if lost.space is space else ())
-    held.update(hierarchy.cascade.writing)
+    held.update(block for _, block in hierarchy.cascade.writing)
     for block in [*space.blocks.values(), *space.doomed]:
         assert block.leases == held[block], "leases are those of sessions and limbo"
     assert all(block.leases for block in space.doomed), "a dropped block waits only for leases"

@@ -8,24 +8,22 @@ that fails or hangs is asked for is a miss, and nothing here waits for it. Runs 
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from .coding import Coding
 from .core import PAGE_BYTES, BlockKey, EvictReason, ReadOutcome, WriteOutcome
 from .health import Health, LeftAlone
 from .lower_options import LowerOptions
+from .measures import Measures
 from .metrics import Metrics
 from .policies import POLICIES
 from .records import Order, RecordIndex
 from .tiers.base import RecordStore, Space, Written
 from .tiers.compression import Coded
 from .tiers.pool import Job, Pool, Steps, Urgency
-from .tiers.speed import Speed
 
 T = TypeVar("T")
 
@@ -63,15 +61,12 @@ class LowerTier:
         self.tier = store.tier
         self.options = options
         self.write_mode = options.write_mode
-        self.speed = Speed()
-        decoders = min(options.threads, len(os.sched_getaffinity(0)))
-        self.coding = Coding(options.codec, decoders)
+        self.measures = Measures(store.tier, options, metrics, clock)
         self.health = Health(store.tier, options.breaker, metrics, clock)
         self.health.full = self._give_up_some
         self.scanned = False
         """What was there at the start is in the index."""
         self.queued_write_bytes = 0
-        self.queued_read_bytes = 0
         self.evictions = 0
         self._metrics = metrics
         self._clock = clock
@@ -106,10 +101,6 @@ class LowerTier:
         """Return whether the medium must be asked for what the index does not know."""
         return not self.store.listed and self._usable(space)
 
-    def expected(self, size: int) -> float | None:
-        """Return the seconds that reading `size` bytes would take now; None if unknown."""
-        return self.speed.seconds(size, self.queued_read_bytes, self._clock())
-
     def touch(self, space: Space, keys: Sequence[BlockKey]) -> None:
         """Record one use of a chain."""
         self._index.touch(space.digest, keys)
@@ -121,7 +112,7 @@ class LowerTier:
 
     def start(self) -> None:
         """Get the store ready, and look at what it holds, in the background."""
-        self._pool.submit(Urgency.REQUEST, self.store.open, self._ready)
+        self._pool.submit(Urgency.UPKEEP, self.store.open, self._ready)
 
     def find(self, space: Space, keys: Sequence[BlockKey], done: Callable[[int], None]) -> Job[int]:
         """Ask the medium how many of `keys` it has from the first on; 0 if it can't say."""
@@ -129,8 +120,7 @@ class LowerTier:
         def answered(job: Job[int]) -> None:
             count = 0
             if self.health.judge(job) and job.result is not None:
-                self._observe("find", job)
-                self.speed.asked(job.seconds)
+                self.measures.found(job)
                 count = job.result
                 for key in keys[count:]:  # Redis lost it, or what it continues: write it again.
                     self._index.remove(space.digest, key)
@@ -151,16 +141,14 @@ class LowerTier:
 
         A tier that fails says that it has lost the block.
         """
-        self.speed.began(self._clock())
-        self.queued_read_bytes += len(into)
+        self.measures.read_begins(len(into))
         decoded: list[Coded] = []
 
         def ended(job: Job[ReadOutcome]) -> None:
-            self._decoded(job, len(into), decoded)
+            self.measures.read(job, len(into), decoded)
             outcome = job.result if self.health.judge(job) else None
             moved = len(into) if outcome is ReadOutcome.READ else 0
-            self._end_read(len(into), moved)
-            self._observe("read", job)
+            self.measures.read_ends(len(into), moved)
             if outcome in (ReadOutcome.MISSING, ReadOutcome.CORRUPT):
                 self._index.remove(space.digest, key)
             self._metrics.reads.labels(self.tier, outcome or "failed").inc()
@@ -173,7 +161,7 @@ class LowerTier:
         """Take back a read of `size` bytes that has not begun. Returns whether it was."""
         if not self._pool.cancel(job):
             return False
-        self._end_read(size, 0)
+        self.measures.read_ends(size, 0)
         return True
 
     def write(
@@ -195,7 +183,7 @@ class LowerTier:
         size = len(payload) + PAGE_BYTES
         victims = self._evict(self.used_bytes + self._reserved + size - self._capacity)
         self._begin_write(space, size)
-        codec = self.coding.choose(self.speed.bandwidth)
+        codec = self.measures.coding.choose(self.measures.speed.bandwidth)
 
         def work() -> Written:
             for namespace, keys in victims.items():
@@ -204,8 +192,7 @@ class LowerTier:
 
         def ended(job: Job[Written]) -> None:
             self._end_write(space, size)
-            self._encoded(job)
-            self._observe("write", job)
+            self.measures.wrote(job)
             down = isinstance(job.error, LeftAlone)
             outcome = WriteOutcome.DOWN if down else WriteOutcome.FAILED
             if self.health.judge(job) and job.result is not None:
@@ -240,7 +227,7 @@ class LowerTier:
         if self.health.breaker.closed and waited > self.options.stuck_seconds:
             self.health.stuck(waited)
         if waited <= self.options.stuck_seconds and self.health.breaker.probe_due(now):
-            self._pool.submit(Urgency.REQUEST, self.store.open, self._ready)
+            self._pool.submit(Urgency.UPKEEP, self.store.open, self._ready)
         elif self.health.up and now >= self._look_again:
             self._look()
 
@@ -293,36 +280,8 @@ class LowerTier:
 
     def _wrote(self, space: Space, key: BlockKey, parent: BlockKey, written: Written) -> None:
         self._index.grew(space.digest, key[0], written.overhead_bytes)
-        self._metrics.written_bytes.labels(self.tier).inc(written.record_bytes)
         if space.digest not in self._wiping:
             self._index.add(space.digest, key, written.record_bytes, parent)
-
-    def _end_read(self, size: int, moved: int) -> None:
-        self.queued_read_bytes -= size
-        self.speed.ended(self._clock(), moved)
-        self._metrics.read_bytes.labels(self.tier).inc(moved)
-
-    def _observe(
-        self, op: str, job: Job[object] | Job[int] | Job[ReadOutcome] | Job[Written]
-    ) -> None:
-        self._metrics.tier_seconds.labels(self.tier, op).observe(job.seconds)
-
-    def _encoded(self, job: Job[Written]) -> None:
-        """Take note of what compressing took; what is left is the medium's time."""
-        if job.result is not None and (coded := job.result.coded).raw_bytes:
-            job.seconds -= coded.seconds
-            self.coding.encoded(coded.raw_bytes, coded.stored_bytes)
-            self._metrics.codec_raw_bytes.labels(self.tier).inc(coded.raw_bytes)
-            self._metrics.codec_stored_bytes.labels(self.tier).inc(coded.stored_bytes)
-            self._metrics.codec_seconds.labels(self.tier, "encode").inc(coded.seconds)
-
-    def _decoded(self, job: Job[ReadOutcome], size: int, decoded: Sequence[Coded]) -> None:
-        """The same of a read and decompressing."""
-        if job.result is ReadOutcome.READ:
-            coded = decoded[0] if decoded else Coded(size, size)
-            job.seconds -= coded.seconds
-            self.coding.read(*coded)
-            self._metrics.codec_seconds.labels(self.tier, "decode").inc(coded.seconds)
 
     # Room.
 
@@ -350,7 +309,7 @@ class LowerTier:
     def _drop(self, victims: dict[str, list[BlockKey]]) -> None:
         for namespace, keys in victims.items():
             work = partial(self.store.drop, namespace, keys)
-            self._pool.submit(Urgency.WRITE, work, self.health.judge)
+            self._pool.submit(Urgency.UPKEEP, work, self.health.judge)
 
     def _give_up_some(self) -> None:
         """The medium is full before the budget is: make room on it, for others too."""
@@ -371,7 +330,7 @@ class LowerTier:
             if self.health.up and not self._busy[digest]:
                 self._busy[digest] += 1  # So that one wipe of it is under way at a time.
                 wiped = partial(self._wiped, digest)
-                self._pool.submit(Urgency.WRITE, partial(self.store.wipe, digest), wiped)
+                self._pool.submit(Urgency.UPKEEP, partial(self.store.wipe, digest), wiped)
 
     def _wiped(self, digest: str, job: Job[None]) -> None:
         self._busy[digest] -= 1
@@ -385,7 +344,7 @@ class LowerTier:
         self._look_again = float("inf")
         self._looking_since = self._clock()
         self._index.begin_look()
-        self._pool.submit(Urgency.PREFETCH, self._scan, self._looked)
+        self._pool.submit(Urgency.UPKEEP, self._scan, self._looked)
 
     def _scan(self) -> None:
         """Hand over what the store holds, a part at a time. Runs in a thread."""

@@ -53,6 +53,18 @@ class Metrics:
         info = Gauge("kvtier_build_info", "Version of kvtier.", ["version"], registry=reg)
         info.labels(__version__).set(1)
 
+        self._add_traffic(reg)
+        self._add_blocks(reg, lowers)
+        self._add_health(reg)
+        self._add_lower_io(reg)
+        self._add_codec(reg)
+        self._add_promotion(reg)
+        for tier in lowers:
+            self._begin_lower(tier)
+        self._add_sessions(reg)
+        self._add_loop(reg)
+
+    def _add_traffic(self, reg: CollectorRegistry) -> None:
         self.lookups = Counter("kvtier_lookups", "Prefix lookups by engines.", registry=reg)
         self.tokens_asked = Counter(
             "kvtier_tokens_asked",
@@ -67,6 +79,7 @@ class Metrics:
             self.tokens_asked.labels(tier)
             self.tokens_hit.labels(tier)
 
+    def _add_blocks(self, reg: CollectorRegistry, lowers: Iterable[Tier]) -> None:
         self.stores = Counter(
             "kvtier_stores", "Blocks offered by engines, by outcome.", ["outcome"], registry=reg
         )
@@ -90,7 +103,7 @@ class Metrics:
         for state in SlotState:
             self.slots.labels(state)
 
-        self._lower_tiers(reg, lowers)
+    def _add_sessions(self, reg: CollectorRegistry) -> None:
         self.sessions = Gauge(
             "kvtier_sessions", "Open data-plane sessions.", ["role"], registry=reg
         )
@@ -101,6 +114,8 @@ class Metrics:
         )
         for reason in CLOSE_REASONS:
             self.session_closes.labels(reason)
+
+    def _add_loop(self, reg: CollectorRegistry) -> None:
         self.frame_seconds = Histogram(
             "kvtier_frame_seconds",
             "Time the server took to handle one data-plane frame.",
@@ -126,8 +141,9 @@ class Metrics:
             registry=reg,
         )
 
-    def _lower_tiers(self, reg: CollectorRegistry, lowers: Iterable[Tier]) -> None:
-        """Declare what only the tiers below the host tier have."""
+    # What only the tiers below the host tier have.
+
+    def _add_health(self, reg: CollectorRegistry) -> None:
         self.tier_up = Gauge(
             "kvtier_tier_up", "1 while a tier is asked, 0 while it is left alone.", ["tier"],
             registry=reg,
@@ -139,6 +155,8 @@ class Metrics:
         self.tier_faults = Counter(
             "kvtier_tier_faults", "Failures of a tier as a whole.", ["tier", "fault"], registry=reg
         )
+
+    def _add_lower_io(self, reg: CollectorRegistry) -> None:
         self.reads = Counter(
             "kvtier_reads", "Blocks read from a tier, by outcome.", ["tier", "outcome"],
             registry=reg,
@@ -153,17 +171,6 @@ class Metrics:
         self.written_bytes = Counter(
             "kvtier_written_bytes", "Bytes that a tier took for blocks.", ["tier"], registry=reg
         )
-        self.codec_raw_bytes = Counter(
-            "kvtier_codec_raw_bytes", "Bytes of blocks that were to be compressed.", ["tier"],
-            registry=reg,
-        )  # fmt: skip
-        self.codec_stored_bytes = Counter(
-            "kvtier_codec_stored_bytes", "What was stored of them.", ["tier"], registry=reg
-        )
-        self.codec_seconds = Counter(
-            "kvtier_codec_seconds", "Time that compressing and decompressing took threads.",
-            ["tier", "op"], registry=reg,
-        )  # fmt: skip
         self.tier_seconds = Histogram(
             "kvtier_tier_seconds",
             "Time that one operation took a tier's thread, without coding.",
@@ -175,6 +182,21 @@ class Metrics:
             "kvtier_queued_bytes", "Bytes of blocks that wait for a tier.", ["tier", "op"],
             registry=reg,
         )  # fmt: skip
+
+    def _add_codec(self, reg: CollectorRegistry) -> None:
+        self.codec_raw_bytes = Counter(
+            "kvtier_codec_raw_bytes", "Bytes of blocks that were to be compressed.", ["tier"],
+            registry=reg,
+        )  # fmt: skip
+        self.codec_stored_bytes = Counter(
+            "kvtier_codec_stored_bytes", "What was stored of them.", ["tier"], registry=reg
+        )
+        self.codec_seconds = Counter(
+            "kvtier_codec_seconds", "Time that compressing and decompressing took threads.",
+            ["tier", "op"], registry=reg,
+        )  # fmt: skip
+
+    def _add_promotion(self, reg: CollectorRegistry) -> None:
         self.skipped_blocks = Counter(
             "kvtier_loads_skipped_blocks",
             "Blocks that a tier has and that are computed instead, because that is faster.",
@@ -201,8 +223,6 @@ class Metrics:
             buckets=LATENCY_BUCKETS,
             registry=reg,
         )
-        for tier in lowers:
-            self._begin_lower(tier)
         for ended in WaitOutcome:
             self.waits.labels(ended)
 

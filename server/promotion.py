@@ -9,8 +9,8 @@ worth it is judged by what was measured (`worth.py`). Runs on the event loop, an
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from .core import BlockKey, PromoteOutcome, ReadOutcome, Tier, WaitOutcome
@@ -154,7 +154,7 @@ class Promotions:
         if lower is None:
             return
         block = self._block_seconds(waiting.session)
-        if block is not None and left * block <= (lower.speed.latency or 0.0):
+        if block is not None and left * block <= (lower.measures.speed.latency or 0.0):
             return
         waiting.asking = True
         waiting.asked += 1
@@ -238,19 +238,7 @@ class Promotions:
         """Return how many of the blocks to await, and count those that are computed instead."""
         if self.options.mode is LoadMode.ALWAYS:
             return len(sources)
-        size = waiting.session.space.pool.slot_bytes
-        stretches: list[Stretch] = []
-        moved: dict[Tier, int] = {}
-        for tier, group in itertools.groupby(sources, key=_tier):
-            members = list(group)
-            seconds = 0.0
-            if isinstance(lower := members[0], LowerTier):
-                before = moved.get(tier, 0)
-                moved[tier] = before + len(members) * size
-                seconds = (lower.expected(moved[tier]) or 0.0) - (
-                    (lower.expected(before) or 0.0) if before else 0.0
-                )
-            stretches.append(Stretch(tier, len(members), seconds))
+        stretches = list(_stretches(sources, waiting.session.space.pool.slot_bytes))
         verdict = judge(stretches, self._block_seconds(waiting.session))
         for tier, blocks in verdict.skipped.items():
             if tier is not Tier.HOST:
@@ -361,6 +349,23 @@ class Promotions:
 def _taken(awaited: dict[int, Incoming]) -> Iterable[Incoming]:
     while awaited:
         yield awaited.popitem()[1]
+
+
+def _stretches(sources: Sequence[Source], size: int) -> Iterator[Stretch]:
+    """Yield the stretches that sources of blocks of `size` bytes make up.
+
+    A tier's latency, and what is queued there, counts in the first of its stretches.
+    """
+    moved: Counter[Tier] = Counter()
+    took: dict[Tier, float] = {}
+    for tier, group in itertools.groupby(sources, key=_tier):
+        members = list(group)
+        seconds = 0.0
+        if isinstance(lower := members[0], LowerTier):
+            moved[tier] += len(members) * size
+            whole = lower.measures.expected(moved[tier]) or 0.0
+            seconds, took[tier] = whole - took.get(tier, 0.0), whole
+        yield Stretch(tier, len(members), seconds)
 
 
 def _tier(source: Source) -> Tier:

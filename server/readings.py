@@ -148,10 +148,10 @@ def _lower(lower: LowerTier) -> TierReading:
             write_mode=lower.write_mode,
             breaker=lower.health.breaker.state,
             scanned=lower.scanned,
-            queued_read_bytes=lower.queued_read_bytes,
+            queued_read_bytes=lower.measures.queued_read_bytes,
             queued_write_bytes=lower.queued_write_bytes,
-            read_bandwidth=lower.speed.bandwidth,
-            latency=lower.speed.latency,
+            read_bandwidth=lower.measures.speed.bandwidth,
+            latency=lower.measures.speed.latency,
         ),
     )
 

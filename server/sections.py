@@ -106,6 +106,9 @@ def _redis_url(url: str | None) -> str | None:
 
 _SIZES = ("capacity", "keep_free")
 
+PolicyName: TypeAlias = Annotated[str, AfterValidator(_known_policy)]
+WriteModeName: TypeAlias = Literal["through", "on_reuse", "on_evict"]
+CodecName: TypeAlias = Literal["none", "always", "auto"]
 Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
 Ratio: TypeAlias = Annotated[float, BeforeValidator(number), Field(gt=0, le=1)]
 
@@ -152,7 +155,7 @@ class HostSettings(Part):
         "engines and workers of this machine, and taken at start. Raise it to keep more prefixes; "
         "leave room for the engines.",
     )
-    policy: Annotated[str, AfterValidator(_known_policy)] = Field(
+    policy: PolicyName = Field(
         "lru",
         description="Default lru. Names the blocks that leave first when the tier is full. "
         f"One of: {', '.join(POLICIES)}.",
@@ -194,18 +197,18 @@ class DiskSettings(Part):
         description="Default 1GiB. What stays free of the file system, whatever capacity says. "
         "Raise it where others need the room.",
     )
-    policy: Annotated[str, AfterValidator(_known_policy)] = Field(
+    policy: PolicyName = Field(
         "lru",
         description="Default lru. Names the blocks that leave first when the tier is full. "
         f"One of: {', '.join(POLICIES)}.",
     )
-    write_mode: Literal["through", "on_reuse", "on_evict"] = Field(
+    write_mode: WriteModeName = Field(
         "through",
         description="Default through. When a block is written: when an engine stored it, when it "
         "is used again, or when the host tier evicts it. Change it to on_reuse where writes are "
         "dear.",
     )
-    codec: Literal["none", "always", "auto"] = Field(
+    codec: CodecName = Field(
         "none",
         description="Default none. Whether blocks are compressed, without loss: never, always, or "
         "where they are measured to come back sooner for it. Change it to auto for a slow disk, "
@@ -265,16 +268,16 @@ class RedisSettings(Part):
         description="Default 0.25. Longest time for one call. Raise it for Redis far away, or "
         "blocks of many MB.",
     )
-    policy: Annotated[str, AfterValidator(_known_policy)] = Field(
+    policy: PolicyName = Field(
         "lru",
         description="Default lru. Names the blocks of this server that leave first. "
         f"One of: {', '.join(POLICIES)}.",
     )
-    write_mode: Literal["through", "on_reuse", "on_evict"] = Field(
+    write_mode: WriteModeName = Field(
         "through",
         description="Default through. As disk.write_mode.",
     )
-    codec: Literal["none", "always", "auto"] = Field(
+    codec: CodecName = Field(
         "none",
         description="Default none. As disk.codec. Change it to auto for a slow network, to always "
         "where Redis has little memory.",

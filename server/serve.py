@@ -155,7 +155,7 @@ class Server:
 
     def _later(self, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         assert self._loop is not None, "engines come when the loop runs"
-        return self._loop.call_later(seconds, call)
+        return self._loop.call_later(seconds, self._held_by, call)
 
     def _announce(self, listener: socket.socket) -> None:
         address, port = listener.getsockname()[:2]

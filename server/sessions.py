@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .averages import averaged
 from .core import Role
 from .directory import Block, Namespace
 
@@ -55,7 +56,4 @@ class Engine:
     def computed(self, tokens: int, seconds: float) -> None:
         """Take note of prompt tokens that were computed, and of the time that they took."""
         if seconds > 0.0:
-            latest, before = tokens / seconds, self.prefill_rate
-            self.prefill_rate = (
-                latest if before is None else before + RATE_WEIGHT * (latest - before)
-            )
+            self.prefill_rate = averaged(self.prefill_rate, tokens / seconds, RATE_WEIGHT)

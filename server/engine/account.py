@@ -54,6 +54,10 @@ class Account:
         """
         return self._client.answer(lease, patience)
 
+    def abandon(self, lease: int) -> None:
+        """The answer to a lookup is not wanted any more."""
+        self._client.abandon(lease)
+
     def overdue(self) -> None:
         """Count an answer that did not come in time."""
         self._client.failures["deadline"] += 1

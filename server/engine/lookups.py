@@ -68,7 +68,7 @@ class Lookups:
             tracked.match = None
         if (awaited := tracked.awaited) is not None:
             tracked.awaited = None
-            self._account.answer(awaited.lease)
+            self._account.abandon(awaited.lease)
             self._give_back(awaited.lease, awaited)
             self._end(awaited.span, awaited.first, awaited.last, 0)
 

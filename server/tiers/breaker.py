@@ -38,8 +38,6 @@ class Breaker:
     def __init__(self, options: BreakerOptions) -> None:
         self.options = options
         self.state = BreakerState.CLOSED
-        self.opened = 0
-        """How often it opened."""
         self._failures = 0
         self._pause = options.pause_first
         self._until = 0.0
@@ -67,7 +65,6 @@ class Breaker:
         if probed or at_once or self._failures >= self.options.failures:
             if probed:
                 self._pause = min(self._pause * 2, self.options.pause_most)
-            self.opened += not probed
             self.state = BreakerState.OPEN
             self._until = now + self._pause
 

@@ -1,8 +1,8 @@
 """The threads of one lower tier: a bounded pool in which reads go first.
 
 Jobs are posted and their results are taken on the event loop; the work itself runs in a thread and
-touches nothing but the bytes that it was given. One thread is always kept from writes, so that a
-read waits for one other job at most. A thread that hangs in the kernel hangs alone: nothing here
+touches nothing but the bytes that it was given. One thread is always kept for reads, so that a
+read waits for one other at most. A thread that hangs in the kernel hangs alone: nothing here
 waits for it, and it does not keep the process alive.
 """
 
@@ -27,7 +27,9 @@ class Urgency(IntEnum):
     REQUEST = 0
     """A request that an engine has asked for."""
     PREFETCH = 1
-    WRITE = 2
+    UPKEEP = 2
+    """Nobody: getting ready, looking through the medium, removing. Takes as long as it takes."""
+    WRITE = 3
 
 
 class Job(Generic[T]):
@@ -67,7 +69,7 @@ class Pool:
     def __init__(
         self, name: str, threads: int, post: Callable[[Callable[[], None]], object]
     ) -> None:
-        assert threads > 1, "one thread is kept from writes"
+        assert threads > 1, "one thread is kept for reads"
         self._name = name
         self._most = threads
         self._post = post
@@ -89,9 +91,9 @@ class Pool:
         with self._changed:
             assert not self._closed, "the pool takes jobs until it is closed"
             self._queues[urgency].append(job)  # type: ignore[arg-type]
-            if self._idle:
-                self._changed.notify()
-            elif self._threads < self._most:
+            self._changed.notify()
+            # A thread that was woken counts as idle until it runs, and can take one job only.
+            if self._threads < self._most and sum(map(len, self._queues.values())) > self._idle:
                 self._threads += 1
                 name = f"kvtier-{self._name}-{self._threads}"
                 threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -108,14 +110,14 @@ class Pool:
         return True
 
     def oldest_seconds(self) -> float:
-        """Return for how long the job that began first has been running; 0.0 if none is."""
+        """Return for how long the read or write that began first has been running, or 0.0."""
         with self._changed:
-            began = min((job.started for job in self._running if job.started), default=None)
-        return 0.0 if began is None else time.monotonic() - began
-
-    def waiting(self, urgency: Urgency) -> int:
-        """Return how many jobs are queued."""
-        return len(self._queues[urgency])
+            began = [
+                job.started
+                for job in self._running
+                if job.started and job.urgency is not Urgency.UPKEEP
+            ]
+        return time.monotonic() - min(began) if began else 0.0
 
     def close(self) -> None:
         """Forget what is queued and let the threads end; does not wait for them."""
@@ -133,8 +135,8 @@ class Pool:
                 self._finished.append(job)
                 wake = not self._posted and not self._closed
                 self._posted = self._posted or wake
-                if self._queues[Urgency.WRITE] and self._idle:
-                    self._changed.notify()  # It may have been held back by the write that ended.
+                if self._idle and any(self._queues.values()):
+                    self._changed.notify()  # What was held back may go now.
             if wake:
                 self._post(self._hand_over)
 
@@ -142,7 +144,7 @@ class Pool:
         with self._changed:
             while not self._closed:
                 for urgency, queue in self._queues.items():
-                    if queue and (urgency is not Urgency.WRITE or self._may_write()):
+                    if queue and (urgency < Urgency.UPKEEP or self._one_is_left()):
                         job = queue.popleft()
                         self._running.add(job)
                         return job
@@ -151,16 +153,18 @@ class Pool:
                 self._idle -= 1
         return None
 
-    def _may_write(self) -> bool:
-        writes = sum(job.urgency is Urgency.WRITE for job in self._running)
-        return writes < self._most - 1
+    def _one_is_left(self) -> bool:
+        """Return whether a thread is left for reads beside one more job that is none."""
+        others = sum(job.urgency >= Urgency.UPKEEP for job in self._running)
+        return others < self._most - 1
 
     def _hand_over(self) -> None:
         with self._changed:
+            if self._closed:
+                return
             count = min(len(self._finished), RESULTS_AT_ONCE)
             jobs = [self._finished.popleft() for _ in range(count)]
-            self._posted = bool(self._finished) and not self._closed
-            again = self._posted
+            self._posted = again = bool(self._finished)
         for job in jobs:
             job.done(job)
         if again:

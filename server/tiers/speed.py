@@ -2,11 +2,13 @@
 
 A read's time is taken as latency + bytes ÷ bandwidth of the whole tier; both are moving averages.
 Bandwidth counts only while something is being read: bytes over the time in which at least one read
-was under way. A measure that is old is worth less than a new one, so that a tier that was once
+was under way. Where nothing was read for a while nothing is known, so that a tier that was once
 slow is tried again. Time is passed in.
 """
 
 from __future__ import annotations
+
+from ..averages import averaged
 
 WEIGHT = 0.2
 """Of the latest measure in the average."""
@@ -31,7 +33,7 @@ class Speed:
 
     def asked(self, seconds: float) -> None:
         """A question without payload took so long."""
-        self.latency = _averaged(self.latency, seconds)
+        self.latency = averaged(self.latency, seconds, WEIGHT)
 
     def began(self, now: float) -> None:
         """A read began."""
@@ -47,7 +49,7 @@ class Speed:
         self._since = now
         if self._busy >= BUSY_SECONDS or (not self._under_way and self._busy > 0.0):
             if self._bytes:
-                self.bandwidth = _averaged(self.bandwidth, self._bytes / self._busy)
+                self.bandwidth = averaged(self.bandwidth, self._bytes / self._busy, WEIGHT)
                 self._measured = now
             self._busy, self._bytes = 0.0, 0
 
@@ -56,7 +58,3 @@ class Speed:
         if self.bandwidth is None or now - self._measured > STALE_SECONDS:
             return None
         return (self.latency or 0.0) + (size + queued) / self.bandwidth
-
-
-def _averaged(before: float | None, latest: float) -> float:
-    return latest if before is None else before + WEIGHT * (latest - before)

@@ -148,7 +148,7 @@ def test_a_tier_counts_what_it_codes_and_leaves_it_out_of_the_mediums_time(tmp_p
     assert into == payload
     assert value("codec_seconds_total", op="decode") > 0
     assert value("read_bytes_total") == 3 * size
-    assert tier.coding.gain(1e6) > 10, "it knows ratio and rate"
+    assert tier.measures.coding.gain(1e6) > 10, "it knows ratio and rate"
     tier.close()
 
 
@@ -159,9 +159,9 @@ def test_a_write_that_was_long_because_it_was_compressed_is_not_a_slow_medium():
     )
     job = Job(Urgency.WRITE, None, print)
     job.result, job.seconds = Written(1, 0, Coded(SIZE, SIZE // 2, 4.0)), 4.5
-    tier._encoded(job)
+    tier.measures.wrote(job)
     assert job.seconds == pytest.approx(0.5)
     job = Job(Urgency.REQUEST, None, print)
     job.result, job.seconds = ReadOutcome.READ, 4.5
-    tier._decoded(job, SIZE, [Coded(SIZE, SIZE // 2, 4.0)])
+    tier.measures.read(job, SIZE, [Coded(SIZE, SIZE // 2, 4.0)])
     assert job.seconds == pytest.approx(0.5)

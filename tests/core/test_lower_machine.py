@@ -213,7 +213,12 @@ class LowerMachine(RuleBasedStateMachine):
             assert not self.cache.promotions.incoming
             assert not self.cache.cascade.writing
             for lower in self.lowers:
-                assert lower.queued_read_bytes == lower.queued_write_bytes == lower._reserved == 0
+                assert (
+                    lower.measures.queued_read_bytes
+                    == lower.queued_write_bytes
+                    == lower._reserved
+                    == 0
+                )
                 assert len(lower._index.policy) == len(lower)
             disk = self.lowers[0]
             known = {key for _, key in disk.store.records}

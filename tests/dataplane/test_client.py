@@ -221,3 +221,19 @@ def test_another_users_server_is_trusted_only_where_not_everyone_may_write(tmp_p
     for mode, expected in ((0o755, True), (0o777, False), (0o1777, False)):
         tmp_path.chmod(mode)
         assert trusted(other, [tmp_path]) is expected
+
+
+def test_a_second_answer_is_kept_only_while_somebody_wants_it(connect, planes):
+    planes()
+    client = connect()
+    link = client._link
+    for lease in (7, 8):
+        link.awaited.add(lease)
+    client.abandon(8)
+    for lease in (7, 8, 9):
+        link._keep(wire.Found(lease, [lease]))
+    assert client.answer(8) is None
+    assert client.answer(7).slots == [7]
+    assert client.answer(7) is None
+    assert not link.found
+    assert not link.awaited

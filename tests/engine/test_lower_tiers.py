@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from pathlib import Path
@@ -257,8 +258,8 @@ def test_a_slow_tier_is_not_waited_for_where_computing_is_sooner(planes, disk, e
     serve(engine, "warm", "other")  # So that there is a session.
 
     def measured():
-        plane.lowers[0].speed.bandwidth = 10.0  # Bytes a second.
-        plane.lowers[0].speed._measured = plane.cache.clock()
+        plane.lowers[0].measures.speed.bandwidth = 10.0  # Bytes a second.
+        plane.lowers[0].measures.speed._measured = plane.cache.clock()
         for each in plane.cache.engines.values():
             each.prefill_rate = 1e6
 
@@ -307,3 +308,27 @@ def test_only_an_engine_that_has_nothing_else_to_do_waits_for_an_answer(planes, 
         engine.scheduler.finished(request, [])
     gate.set()
     engine.step({})
+
+
+def test_a_look_that_takes_long_is_no_failure_and_lookups_are_answered_meanwhile(
+    planes, disk, engine_on
+):
+    gate = threading.Event()
+    gate.set()
+    store = SlowStore(disk(), scan=gate.wait)
+    plane = planes(stores=[store], lower={"breaker": BreakerOptions(failures=1, slow=20.0)})
+    lower = plane.lowers[0]
+    gate.clear()
+    plane.do(lower._look)
+    until(lambda: store.waiting["scan"], "the look")
+    engine = engine_on(plane)
+    engine.run("r")
+    assert serve(engine, "s")[1] == 4 * TOKENS
+    lower.options = dataclasses.replace(lower.options, stuck_seconds=0.0)
+    until(lambda: plane.do(lower._pool.oldest_seconds) == 0.0, "the writes")
+    plane.do(lower.tick)
+    opened = plane.metrics.tier_faults.labels(Tier.DISK, Fault.TIMEOUT)._value.get
+    assert opened() == 0
+    gate.set()
+    until(lambda: lower._look_again != float("inf"), "the end of the look")
+    assert opened() == 0

@@ -271,7 +271,7 @@ def test_auto_compresses_nothing_without_what_it_needs_and_says_so_once(
     without()
     made = settings_with(**{"disk.codec": "auto", "redis.url": "redis://127.0.0.1:1"})
     disk, redis = tiers(made)
-    assert disk.coding.mode == redis.coding.mode == "none"
+    assert disk.measures.coding.mode == redis.measures.coding.mode == "none"
     (record,) = caplog.records
     assert "disk.codec is auto" in record.getMessage()
     assert "pip install 'kvtier[compression]'" in record.getMessage()
@@ -285,7 +285,7 @@ def test_a_tier_that_is_not_there_needs_nothing(without, settings_with):
 def test_with_what_it_needs_the_setting_is_what_was_set(settings_with):
     for mode in ("none", "always", "auto"):
         (disk,) = tiers(settings_with(**{"disk.codec": mode}))
-        assert disk.coding.mode == mode
+        assert disk.measures.coding.mode == mode
 
 
 def test_records_that_cannot_be_decompressed_here_are_missing_and_stay(

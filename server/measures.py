@@ -1,0 +1,82 @@
+"""What is measured of one lower tier while it works: speed, what coding takes, and the metrics.
+
+The times of jobs are taken without coding, which is the processor's and not the medium's. Runs on
+the event loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from .coding import Coding
+from .core import ReadOutcome, Tier
+from .lower_options import LowerOptions
+from .metrics import Metrics
+from .tiers.base import Written
+from .tiers.compression import Coded
+from .tiers.pool import Job
+from .tiers.speed import Speed
+
+T = TypeVar("T")
+
+
+class Measures:
+    """The measures of one tier."""
+
+    def __init__(
+        self, tier: Tier, options: LowerOptions, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
+        self.speed = Speed()
+        decoders = min(options.threads, len(os.sched_getaffinity(0)))
+        self.coding = Coding(options.codec, decoders)
+        self.queued_read_bytes = 0
+        self._tier = tier
+        self._metrics = metrics
+        self._clock = clock
+
+    def found(self, job: Job[int]) -> None:
+        """A question was answered."""
+        self._observe("find", job)
+        self.speed.asked(job.seconds)
+
+    def read_begins(self, size: int) -> None:
+        """A read of `size` bytes is queued."""
+        self.speed.began(self._clock())
+        self.queued_read_bytes += size
+
+    def read_ends(self, size: int, moved: int) -> None:
+        """It is over, or was taken back."""
+        self.queued_read_bytes -= size
+        self.speed.ended(self._clock(), moved)
+        self._metrics.read_bytes.labels(self._tier).inc(moved)
+
+    def read(self, job: Job[ReadOutcome], size: int, decoded: Sequence[Coded]) -> None:
+        """A read came back; `decoded` is what decompressing took, if there was any."""
+        if job.result is ReadOutcome.READ:
+            coded = decoded[0] if decoded else Coded(size, size)
+            job.seconds -= coded.seconds
+            self.coding.read(*coded)
+            self._metrics.codec_seconds.labels(self._tier, "decode").inc(coded.seconds)
+        self._observe("read", job)
+
+    def wrote(self, job: Job[Written]) -> None:
+        """A write came back."""
+        if (written := job.result) is not None:
+            coded = written.coded
+            job.seconds -= coded.seconds
+            if coded.raw_bytes:
+                self.coding.encoded(coded.raw_bytes, coded.stored_bytes)
+            self._metrics.codec_raw_bytes.labels(self._tier).inc(coded.raw_bytes)
+            self._metrics.codec_stored_bytes.labels(self._tier).inc(coded.stored_bytes)
+            self._metrics.codec_seconds.labels(self._tier, "encode").inc(coded.seconds)
+            self._metrics.written_bytes.labels(self._tier).inc(written.record_bytes)
+        self._observe("write", job)
+
+    def expected(self, size: int) -> float | None:
+        """Return the seconds that reading `size` bytes would take now; None if unknown."""
+        return self.speed.seconds(size, self.queued_read_bytes, self._clock())
+
+    def _observe(self, op: str, job: Job[T]) -> None:
+        self._metrics.tier_seconds.labels(self._tier, op).observe(job.seconds)
