@@ -48,7 +48,7 @@ system:
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy server
+	$(BIN)/mypy server deploy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -m "not vllm and not slow" -n auto --dist worksteal
 

@@ -1,0 +1,1 @@
+"""How kvtier is deployed. Only `generate` is Python."""
