@@ -8,8 +8,8 @@ corrupt, or of a version that this build does not read.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import xxhash
 
@@ -26,9 +26,11 @@ HEADER_PAGE_BYTES = PAGE_BYTES
 ELEMENT_BYTES = (1, 2, 4)
 """Sizes of elements that a payload may be shuffled by."""
 
-_FIELDS = struct.Struct("<8sHBBIQQ32s32s32s")
-_CHECKSUM = struct.Struct("<16s8s")
-assert _FIELDS.size + _CHECKSUM.size == HEADER_BYTES, "the layout that the formats page has"
+_FIELDS = struct.Struct("<8sHBBIQQ32s32s32s16s")
+_OWN_BYTES = 8
+"""Of the header's own checksum, behind the fields."""
+assert _FIELDS.size + _OWN_BYTES == HEADER_BYTES, "the layout that the formats page has"
+_NO_KEY = bytes(KEY_BYTES)
 
 
 class RecordError(KVTierError):
@@ -42,8 +44,10 @@ class Codec(IntEnum):
     SHUFFLE_ZSTD = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+_CODECS = {int(each): each for each in Codec}
+
+
+class Header(NamedTuple):
     """What a record says of itself. `namespace` is the digest's 32 bytes."""
 
     namespace: bytes
@@ -83,7 +87,7 @@ def seal(
 
 def pack(header: Header) -> bytes:
     """Return the `HEADER_BYTES` of a header."""
-    fields = _FIELDS.pack(
+    body = _FIELDS.pack(
         MAGIC,
         RECORD_VERSION,
         header.codec,
@@ -93,9 +97,9 @@ def pack(header: Header) -> bytes:
         header.stored_bytes,
         header.namespace,
         header.key,
-        header.parent or bytes(KEY_BYTES),
+        header.parent or _NO_KEY,
+        header.checksum,
     )
-    body = fields + header.checksum
     return body + xxhash.xxh3_64_digest(body)
 
 
@@ -104,26 +108,30 @@ def unpack(page: bytes | memoryview) -> Header:
     raw = bytes(page[:HEADER_BYTES])
     if len(raw) < HEADER_BYTES:
         raise RecordError(f"a header of {len(raw)} bytes is cut short")
-    magic, version, codec, element_bytes, size, payload_bytes, stored_bytes, *names = (
+    magic, version, codec, element_bytes, size, payload_bytes, stored_bytes, *rest = (
         _FIELDS.unpack_from(raw)
     )
-    namespace, key, parent = names
+    namespace, key, parent, payload_checksum = rest
     if magic != MAGIC:
         raise RecordError("this is no record of kvtier")
     if version != RECORD_VERSION:
         raise RecordError(
             f"the record has version {version}, and this build reads {RECORD_VERSION}"
         )
-    payload_checksum, own = _CHECKSUM.unpack_from(raw, _FIELDS.size)
-    if size != HEADER_BYTES or own != xxhash.xxh3_64_digest(raw[: -len(own)]):
+    if size != HEADER_BYTES or raw[_FIELDS.size :] != xxhash.xxh3_64_digest(raw[: _FIELDS.size]):
         raise RecordError("the header's own checksum does not match")
-    try:
-        how = Codec(codec)
-    except ValueError:
-        raise RecordError(f"this build knows no codec {codec}") from None
-    above = b"" if parent == bytes(KEY_BYTES) else parent
+    if codec not in _CODECS:
+        raise RecordError(f"this build knows no codec {codec}")
+    above = b"" if parent == _NO_KEY else parent
     return Header(
-        namespace, key, above, how, payload_bytes, stored_bytes, payload_checksum, element_bytes
+        namespace,
+        key,
+        above,
+        _CODECS[codec],
+        payload_bytes,
+        stored_bytes,
+        payload_checksum,
+        element_bytes,
     )
 
 

@@ -106,7 +106,7 @@ class RedisStore(RecordStore):
         codec: Codec = Codec.RAW,
     ) -> Written:
         """Write a block. Its bytes are counted as Redis' own allocator, jemalloc, gives them."""
-        (name,) = _names(space.digest, [key])
+        name = _name(space.digest, key)
         stored = self._coder.encode(space, key, parent, payload, codec)
         ttl = b"%d" % (self._options.ttl_seconds * 1000)
 
@@ -182,7 +182,7 @@ class RedisStore(RecordStore):
         report: Callable[[Coded], object],
         deadline: Deadline,
     ) -> ReadOutcome:
-        (name,) = _names(space.digest, [key])
+        name = _name(space.digest, key)
         wanted = Wanted(space.raw, key, space.payload_bytes)
         try:
             with self._layout.node(name, deadline).exchange(deadline) as exchange:
@@ -202,8 +202,11 @@ class RedisStore(RecordStore):
 
 
 def _names(namespace: str, keys: Sequence[BlockKey]) -> list[bytes]:
-    prefix = f"kvtier:{namespace}:"
-    return [f"{prefix}{key.hex()}".encode() for key in keys]
+    return [_name(namespace, key) for key in keys]
+
+
+def _name(namespace: str, key: BlockKey) -> bytes:
+    return f"kvtier:{namespace}:{key.hex()}".encode()
 
 
 def _batches(names: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-import threading
 from collections import deque
+from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from ..codec import RecordError
@@ -53,7 +53,11 @@ class Node:
     def __init__(self, place: Place, access: Access) -> None:
         self.place = place
         self._access = access
-        self._room = threading.Semaphore(access.connections)
+        self._room: SimpleQueue[None] = SimpleQueue()
+        """One for each connection that may be used beside those that are: a queue in C, which
+        takes a tenth of a semaphore's time."""
+        for _ in range(access.connections):
+            self._room.put(None)
         self._idle: deque[Line] = deque()
         self._busy: set[Line] = set()
         self._closed = False
@@ -89,12 +93,14 @@ class Node:
 
     def take(self, deadline: Deadline) -> Line:
         """Return a connection to use alone. Raises one of `FAILURES`, TierFault."""
-        if not self._room.acquire(timeout=deadline.left()):
-            raise Late(f"all {self._access.connections} connections were in use")
+        try:
+            self._room.get(timeout=deadline.left())
+        except Empty:
+            raise Late(f"all {self._access.connections} connections were in use") from None
         try:
             line = self._reused() or self._connected(deadline)
         except BaseException:
-            self._room.release()
+            self._room.put(None)
             raise
         self._busy.add(line)
         return line
@@ -107,7 +113,7 @@ class Node:
             self._idle.append(line)
         else:
             line.close()
-        self._room.release()
+        self._room.put(None)
 
     def close(self) -> None:
         """Close all connections, those in use too: their calls end with a fault. Waits for none."""
@@ -187,7 +193,7 @@ class Loan:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         assert self._line is not None, "a loan is entered first"
         self._node.give_back(self._line, error)
-        if isinstance(error, FAILURES):
+        if error is not None and isinstance(error, FAILURES):
             raise self._node.meaning(error) from None
 
 

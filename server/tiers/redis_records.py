@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
     key: BlockKey
     payload_bytes: int
 
-    def header(self, page: memoryview) -> Header:
+    def header(self, page: bytes) -> Header:
         """Return the header if it is this block's. Raises RecordError."""
         header = unpack(page)
         expect(header, *self)
@@ -104,18 +104,19 @@ def _fetch_whole(
     exchange: Exchange, name: bytes, wanted: Wanted, into: memoryview, deadline: Deadline
 ) -> Header | None:
     """Receive a record that is a string."""
-    exchange.send(request(b"GET", name), deadline)
-    size = exchange.number(b"$", deadline)
-    if size < 0:
-        return None
-    page = memoryview(bytearray(HEADER_BYTES))
-    _expect_length(min(size, HEADER_BYTES), page)
-    exchange.fill(page, deadline)
+    exchange.send([b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)], deadline)
+    size = HEADER_BYTES + len(into)
+    page = exchange.opening(b"$%d\r\n" % size, HEADER_BYTES, deadline)
+    if not page:  # It is not there, or compressed, or something else.
+        size = exchange.number(b"$", deadline)
+        if size < 0:
+            return None
+        _expect_length(min(size, HEADER_BYTES), HEADER_BYTES)
+        page = exchange.take(HEADER_BYTES, deadline)
     header = wanted.header(page)
     stored = into[: header.stored_bytes]
-    _expect_length(size - HEADER_BYTES, stored)
-    exchange.fill(stored, deadline)
-    exchange.end(deadline)
+    _expect_length(size - HEADER_BYTES, len(stored))
+    exchange.value(stored, deadline)
     return header
 
 
@@ -131,9 +132,9 @@ def _fetch_pieces(
     if size < 0:
         _expect_nothing(exchange, pieces, deadline)
         return None
-    page = memoryview(bytearray(HEADER_BYTES))
-    _fill_field(exchange, page, size, deadline)
-    header = wanted.header(page)
+    page = bytearray(HEADER_BYTES)
+    _fill_field(exchange, memoryview(page), size, deadline)
+    header = wanted.header(bytes(page))
     stored = _pieces(into[: header.stored_bytes])
     for piece in stored:
         _fill_field(exchange, piece, exchange.number(b"$", deadline), deadline)
@@ -142,14 +143,13 @@ def _fetch_pieces(
 
 
 def _fill_field(exchange: Exchange, into: memoryview, size: int, deadline: Deadline) -> None:
-    _expect_length(size, into)
-    exchange.fill(into, deadline)
-    exchange.end(deadline)
+    _expect_length(size, len(into))
+    exchange.value(into, deadline)
 
 
-def _expect_length(size: int, place: memoryview) -> None:
-    if size != len(place):
-        raise RecordError(f"a value of {size} bytes where {len(place)} were due")
+def _expect_length(size: int, due: int) -> None:
+    if size != due:
+        raise RecordError(f"a value of {size} bytes where {due} were due")
 
 
 def _expect_nothing(exchange: Exchange, count: int, deadline: Deadline) -> None:

@@ -6,7 +6,7 @@ exception that leaves the exchange unusable: its connection must be closed, so t
 ever taken for another request's.
 
 The deadline of a call is kept over all its sends and receives: a peer that sends byte by byte
-cannot stretch it.
+cannot stretch it by more than `LIMIT_SLACK`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ REPLY_LIMIT = 1 << 20
 """Bytes of a line or a bulk string that is no payload, and members of an array."""
 SHORTEST = 0.001
 """Seconds. A socket takes zero for no limit at all."""
+LIMIT_SLACK = 0.01
+"""Seconds by which a receive may end later than its call should: setting the time anew for each
+receive takes 5 µs."""
 
 
 class Late(KVTierError):
@@ -70,9 +73,11 @@ class Deadline:
     def left(self) -> float:
         """Return the seconds that are left, more than none. Raises Late."""
         left = self._end - self._clock()
+        if left > SHORTEST:
+            return left
         if left <= 0:
             raise Late("the time of the call is over")
-        return max(left, SHORTEST)
+        return SHORTEST
 
     def share(self, parts: int) -> Deadline:
         """Return a deadline after one of `parts` equal parts of the time that is left."""
@@ -85,11 +90,11 @@ class Wire(Protocol):
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         """Send all bytes of all pieces."""
 
-    def some(self, deadline: Deadline) -> bytes:
-        """Wait for bytes and return up to `AHEAD_BYTES`; none means that the peer has closed."""
+    def some(self, most: int, deadline: Deadline) -> bytes:
+        """Wait for bytes and return up to `most`; none means that the peer has closed."""
 
-    def fill(self, into: memoryview, deadline: Deadline) -> None:
-        """Receive until `into` is full. Raises Closed."""
+    def fill(self, into: Sequence[memoryview], deadline: Deadline) -> None:
+        """Receive until all of `into`, which has bytes, is full. Raises Closed."""
 
     def silent(self) -> bool:
         """Return whether the peer has sent nothing and keeps the connection."""
@@ -104,52 +109,60 @@ class PlainWire:
             # A TCP socket's buffer grows by itself.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         self._sock = sock
+        self._limited = 0.0
+        """Seconds that a receive waits now at most; 0 for no limit."""
         self._writable, self._readable = select.poll(), select.poll()
         self._writable.register(sock, select.POLLOUT)
         self._readable.register(sock, select.POLLIN)
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         """Send all bytes of all pieces."""
-        rest = [memoryview(piece) for piece in pieces]
-        while True:
-            try:
-                sent = self._sock.sendmsg(rest, [], socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                sent = 0
-            rest = _without(rest, sent)
-            if not rest:
-                return
+        rest: Sequence[Piece] = pieces
+        while (sent := self._send(rest)) < sum(map(len, rest)):
+            rest = _without([memoryview(piece) for piece in rest], sent)
             if not self._writable.poll(deadline.left() * 1000):
                 raise Late("the server takes no bytes in time")
 
-    def some(self, deadline: Deadline) -> bytes:
-        """Wait for bytes and return up to `AHEAD_BYTES`; none means that the peer has closed."""
+    def some(self, most: int, deadline: Deadline) -> bytes:
+        """Wait for bytes and return up to `most`; none means that the peer has closed."""
         self._limit(deadline)
         try:
-            return self._sock.recv(AHEAD_BYTES)
+            return self._sock.recv(most)
         except BlockingIOError:
             raise Late("no reply in time") from None
 
-    def fill(self, into: memoryview, deadline: Deadline) -> None:
-        """Receive until `into` is full. Raises Closed."""
-        while into:
+    def fill(self, into: Sequence[memoryview], deadline: Deadline) -> None:
+        """Receive until all of `into`, which has bytes, is full. Raises Closed."""
+        rest = into
+        while rest:
             self._limit(deadline)
             try:
-                received = self._sock.recv_into(into, 0, socket.MSG_WAITALL)
+                received = self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
                 raise Late("no reply in time") from None
             if not received:
                 raise Closed("closed within a reply")
-            into = into[received:]
+            rest = _without(rest, received)
 
     def silent(self) -> bool:
         """Return whether the peer has sent nothing and keeps the connection."""
         return not self._readable.poll(0)
 
+    def _send(self, pieces: Sequence[Piece]) -> int:
+        """Return how many bytes the socket takes now."""
+        try:
+            return self._sock.sendmsg(pieces, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
     def _limit(self, deadline: Deadline) -> None:
-        seconds, fraction = divmod(deadline.left(), 1)
-        limit = struct.pack("ll", int(seconds), int(fraction * 1_000_000))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        """Let the next receive wait for the time that is left, or up to `LIMIT_SLACK` longer."""
+        left = deadline.left()
+        if not left <= self._limited <= left + LIMIT_SLACK:
+            self._limited = left + LIMIT_SLACK / 2
+            seconds, fraction = divmod(self._limited, 1)
+            limit = struct.pack("ll", int(seconds), int(fraction * 1_000_000))
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 class TlsWire:
@@ -169,25 +182,27 @@ class TlsWire:
         except TimeoutError:
             raise Late("the server takes no bytes in time") from None
 
-    def some(self, deadline: Deadline) -> bytes:
-        """Wait for bytes and return up to `AHEAD_BYTES`; none means that the peer has closed."""
+    def some(self, most: int, deadline: Deadline) -> bytes:
+        """Wait for bytes and return up to `most`; none means that the peer has closed."""
         self._sock.settimeout(deadline.left())
         try:
-            return self._sock.recv(AHEAD_BYTES)
+            return self._sock.recv(most)
         except TimeoutError:
             raise Late("no reply in time") from None
 
-    def fill(self, into: memoryview, deadline: Deadline) -> None:
-        """Receive until `into` is full. Raises Closed."""
-        while into:
-            self._sock.settimeout(deadline.left())
-            try:
-                received = self._sock.recv_into(into)
-            except TimeoutError:
-                raise Late("no reply in time") from None
-            if not received:
-                raise Closed("closed within a reply")
-            into = into[received:]
+    def fill(self, into: Sequence[memoryview], deadline: Deadline) -> None:
+        """Receive until all of `into`, which has bytes, is full. Raises Closed."""
+        for piece in into:
+            rest = piece
+            while rest:
+                self._sock.settimeout(deadline.left())
+                try:
+                    received = self._sock.recv_into(rest)
+                except TimeoutError:
+                    raise Late("no reply in time") from None
+                if not received:
+                    raise Closed("closed within a reply")
+                rest = rest[received:]
 
     def silent(self) -> bool:
         """Return whether the peer has sent nothing and keeps the connection."""
@@ -206,8 +221,12 @@ class Exchange:
 
     def __init__(self, sock: socket.socket) -> None:
         self._wire: Wire = TlsWire(sock) if isinstance(sock, ssl.SSLSocket) else PlainWire(sock)
+        self.send = self._wire.send
+        """Send requests, any number in any pieces, by a deadline. Raises Late, OSError."""
         self._ahead = b""
         """Received, and not asked for yet."""
+        self._end = memoryview(bytearray(len(END)))
+        """Where the end of a value is received."""
 
     @property
     def unread(self) -> bool:
@@ -220,17 +239,13 @@ class Exchange:
         request's."""
         return not self._ahead and self._wire.silent()
 
-    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
-        """Send requests, any number in any pieces. Raises Late, OSError."""
-        self._wire.send(pieces, deadline)
-
     def lines(self, count: int, deadline: Deadline) -> list[bytes]:
         """Return the next `count` lines, without their ends. Raises Refusal if one is an error."""
         data = self._ahead
         while len(lines := data.split(END, count)) <= count:
             if len(data) > REPLY_LIMIT:
                 raise Surprise("a line without end")
-            more = self._wire.some(deadline)
+            more = self._wire.some(AHEAD_BYTES, deadline)
             if not more:
                 raise Closed("the server closed the connection")
             data += more
@@ -240,6 +255,20 @@ class Exchange:
                 raise Refusal(line)
         return lines
 
+    def opening(self, line: bytes, count: int, deadline: Deadline) -> bytes:
+        """Return the `count` bytes after `line` if a reply begins with these; none if not.
+
+        One receive takes them and nothing behind them, where a payload may follow. None is also
+        returned if not all have come: whatever has is what the other methods take first.
+        """
+        if self._ahead:
+            raise Surprise("something came that was not asked for")
+        self._ahead = data = self._wire.some(len(line) + count, deadline)
+        if len(data) < len(line) + count or not data.startswith(line):
+            return b""
+        self._ahead = b""
+        return data[len(line) :]
+
     def number(self, mark: bytes, deadline: Deadline) -> int:
         """Return the number on the next line, after `mark`: a length, or -1 for nothing."""
         (line,) = self.lines(1, deadline)
@@ -247,17 +276,27 @@ class Exchange:
             raise Surprise(f"{line[:20]!r} where {mark!r} was due")
         return _integer(line)
 
-    def fill(self, into: memoryview, deadline: Deadline) -> None:
-        """Take the next bytes, exactly as many as `into` has."""
-        ahead = min(len(into), len(self._ahead))
-        into[:ahead] = self._ahead[:ahead]
-        self._ahead = self._ahead[ahead:]
-        if ahead < len(into):
-            self._wire.fill(into[ahead:], deadline)
+    def take(self, count: int, deadline: Deadline) -> bytes:
+        """Return the next `count` bytes, which are few."""
+        while len(self._ahead) < count:
+            more = self._wire.some(count - len(self._ahead), deadline)
+            if not more:
+                raise Closed("closed within a reply")
+            self._ahead += more
+        taken, self._ahead = self._ahead[:count], self._ahead[count:]
+        return taken
 
-    def end(self, deadline: Deadline) -> None:
-        """Take the end of a line, which is due."""
-        if self.lines(1, deadline) != [b""]:
+    def value(self, into: memoryview, deadline: Deadline) -> None:
+        """Take the rest of a bulk string, exactly as many bytes as `into` has, and its end."""
+        rest = [into, self._end]
+        while rest and self._ahead:
+            ahead = min(len(rest[0]), len(self._ahead))
+            rest[0][:ahead] = self._ahead[:ahead]
+            self._ahead = self._ahead[ahead:]
+            rest = _without(rest, ahead)
+        if rest:
+            self._wire.fill(rest, deadline)
+        if self._end != END:
             raise Surprise("a value is longer than it says")
 
     def reply(self, deadline: Deadline) -> Reply:
@@ -279,8 +318,7 @@ class Exchange:
         if size < 0:
             return None
         value = bytearray(_limited(size))
-        self.fill(memoryview(value), deadline)
-        self.end(deadline)
+        self.value(memoryview(value), deadline)
         return bytes(value)
 
 
@@ -304,7 +342,7 @@ def request(*words: Piece | Sequence[Piece]) -> list[Piece]:
     return [*pieces, between]
 
 
-def _without(pieces: list[memoryview], sent: int) -> list[memoryview]:
+def _without(pieces: Sequence[memoryview], sent: int) -> list[memoryview]:
     """Return what is left of pieces of which the first `sent` bytes are gone."""
     for index, piece in enumerate(pieces):
         if sent < len(piece):
