@@ -233,7 +233,6 @@ def _variable(variable: Variable) -> Json:
         "type": "query",
         "datasource": SOURCE,
         "query": {"query": query, "refId": variable.name},
-        "definition": query,
         "refresh": 2,
         "sort": 1,
         "multi": True,

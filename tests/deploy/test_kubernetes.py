@@ -1,14 +1,21 @@
 """Manifests for Kubernetes: each is valid by its schema, and they fit each other."""
 
+import contextlib
+import http.server
 import json
 import shutil
 import subprocess
+import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from kvtier.endpoints import free_port
+from support import until
 
 from deploy.generate.catalog import ROOT
 from deploy.generate.files import GRAFANA
@@ -116,3 +123,59 @@ def test_the_monitor_of_vllm_asks_the_engines_port():
     assert labels[monitor["jobLabel"]] == "vllm"
     ports = [each["name"] for each in engine["spec"]["template"]["spec"]["containers"][0]["ports"]]
     assert [each["port"] for each in monitor["podMetricsEndpoints"]] == ports
+
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    """Answers with the path that it was asked for, in the place of a server."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.path.encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+def status(url, method="GET"):
+    """Return status and body of an answer; 0 while there is none."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method)) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, b""
+    except OSError:
+        return 0, b""
+
+
+@pytest.fixture
+def proxy(tmp_path):
+    """The address of an nginx with the settings of the manifest, in front of an `Echo`."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stack.callback(server.shutdown)
+        address = f"127.0.0.1:{free_port('127.0.0.1')}"
+        written = (K8S / "monitoring/nginx.conf").read_text("utf-8")
+        settings = tmp_path / "nginx.conf"
+        settings.write_text(
+            written.replace("127.0.0.1:9555", f"127.0.0.1:{server.server_port}")
+            .replace("listen 9556", f"listen {address}")
+            .replace("/tmp/", f"{tmp_path}/")
+        )
+        with (tmp_path / "log").open("wb") as log:
+            nginx = subprocess.Popen(["nginx", "-c", settings], stdout=log, stderr=log)
+        stack.callback(nginx.wait, 20)
+        stack.callback(nginx.terminate)
+        until(lambda: status(f"http://{address}/")[0], "nginx")
+        yield f"http://{address}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("nginx"), reason="needs nginx")
+def test_the_cluster_gets_the_metrics_and_nothing_else_of_the_control_plane(proxy):
+    assert status(f"{proxy}/metrics") == (200, b"/metrics")
+    assert status(f"{proxy}/metrics", "POST")[0] == 403
+    for path in ("/", "/v1/stats", "/metrics/", "/metrics/../v1/config", "/docs"):
+        assert status(f"{proxy}{path}")[0] == 404, path
