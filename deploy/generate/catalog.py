@@ -17,6 +17,7 @@ import yaml
 from kvtier.client import FAILURES
 from kvtier.core import Tier
 from kvtier.metrics import Metrics
+from prometheus_client import Counter, Gauge, Histogram
 
 from .promql import Usage, usage
 
@@ -31,6 +32,8 @@ TARGET_LABELS: Mapping[str, Values] = {"job": frozenset({"kvtier", "vllm"}), "in
 """What Prometheus adds when it scrapes."""
 ENGINE_LABELS: Mapping[str, Values] = {"model_name": None, "engine": None}
 """What vLLM adds to its own series and to the connector's."""
+OPEN_LABELS = frozenset({"le", "tenant", "version"})
+"""Labels of the server whose values are not known before they come."""
 FROM_PROMETHEUS: Mapping[str, Mapping[str, Values]] = {
     "up": {},
     "ALERTS": {"alertname": None, "alertstate": frozenset({"firing", "pending"}), "severity": None},
@@ -129,14 +132,20 @@ def server_series() -> dict[str, Series]:
     metrics = Metrics()
     for gauge in (metrics.capacity_bytes, metrics.used_bytes, metrics.blocks):
         gauge.labels(Tier.HOST)  # Which begin with the first reading, not with the registry.
+    named = {
+        family.name: metric._labelnames  # noqa: SLF001  # told nowhere else
+        for metric in vars(metrics).values()
+        if isinstance(metric, Counter | Gauge | Histogram)
+        for family in metric.describe()
+    }
     found: dict[str, Series] = {}
     for family in metrics.registry.collect():
-        labels: dict[str, set[str]] = {}
+        labels: dict[str, set[str]] = {label: set() for label in named.get(family.name, ())}
         for sample in family.samples:
             for label, value in sample.labels.items():
                 labels.setdefault(label, set()).add(value)
         closed: dict[str, Values] = {
-            label: None if label in ("version", "le") else frozenset(values)
+            label: None if label in OPEN_LABELS or not values else frozenset(values)
             for label, values in labels.items()
         }
         found |= _family(family.name, family.type, closed)

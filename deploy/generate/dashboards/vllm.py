@@ -183,11 +183,15 @@ VLLM = Dashboard(
                 ),
                 Panel(
                     "Calls that failed",
-                    "Each is a miss. absent: there is no server. deadline: it was too slow.",
+                    "Each is a miss. absent: there is no server. deadline: it was too slow. Bad "
+                    "readings of the connector are no calls.",
                     [
                         Query(
                             each("reason", rate("kvtier_engine_misses_total", at=OF)), "{{reason}}"
-                        )
+                        ),
+                        Query(
+                            f"sum({rate('kvtier_engine_bad_deltas_total', at=OF)})", "bad readings"
+                        ),
                     ],
                     Unit.A_SECOND,
                 ),
