@@ -129,6 +129,34 @@ def replay_blocks_per_second() -> list[float]:
     return replay_speed.measure()
 
 
+def auto_gap_points() -> list[float]:
+    """Return how far `auto` is behind the best fixed policy, trace by trace and size by size."""
+    from . import replay_ratios
+
+    return replay_ratios.auto_gaps()
+
+
+def policy_swap_points() -> list[float]:
+    """Return what a swap to the same policy changes, policy by policy."""
+    from . import replay_ratios
+
+    return replay_ratios.swap_losses()
+
+
+def learned_write_ratio() -> list[float]:
+    """Return blocks written under `learned` ÷ under `always`, of documents that are read once."""
+    from . import replay_ratios
+
+    return replay_ratios.learned_writes()
+
+
+def policy_cpu_share() -> list[float]:
+    """Return the default policy's share of a loaded server's CPU time, run by run."""
+    from . import policy_share
+
+    return policy_share.measure()
+
+
 def disk_read_ratio() -> list[float]:
     """Return bytes/s of the disk tier's reads ÷ fio's, pair by pair."""
     from . import disk_speed
@@ -240,6 +268,25 @@ FIGURES = {
         300_000.0,
         None,
         replay_blocks_per_second,
+    ),
+    "auto_gap_points": Figure(
+        "points of hit ratio that auto is behind the best policy", None, 2.0, auto_gap_points
+    ),
+    "policy_swap_points": Figure(
+        "points of hit ratio that a swap to the same policy changes", None, 0.3, policy_swap_points
+    ),
+    "learned_write_ratio": Figure(
+        "blocks written under learned ÷ always, documents read once",
+        None,
+        0.05,
+        learned_write_ratio,
+    ),
+    "policy_cpu_share": Figure(
+        "CPU time of the default policy ÷ of the loaded server",
+        None,
+        0.1,
+        policy_cpu_share,
+        Judged.MEDIAN,
     ),
     "disk_read_ratio": Figure(
         "bytes/s of reads from disk into slots ÷ fio's", 0.9, None, disk_read_ratio, Judged.MEDIAN

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from kvtier.policies import POLICIES
-from kvtier.replay.simulator import Cache, replay
+from kvtier.replay.simulator import Hierarchy, Setup, replay
 from kvtier.replay.trace import Trace
 
 RUNS = 3
@@ -49,7 +49,7 @@ def speed(policy: str) -> float:
         trace.add([(chat, at) for at in range(length)], length * 16)
     trace.finish()
     begin = time.process_time()
-    replay(trace, policy, int(trace.distinct * CAPACITY_SHARE))
+    replay(trace, Setup(policy, int(trace.distinct * CAPACITY_SHARE)))
     return trace.accesses / (time.process_time() - begin)
 
 
@@ -61,12 +61,12 @@ def bytes_per_block(policy: str) -> float:
     for first in range(0, RESIDENT_BLOCKS, CHAIN):
         trace.add(range(first, first + CHAIN), CHAIN * 16)
     trace.finish()
-    cache = Cache(POLICIES[policy](), RESIDENT_BLOCKS)
+    cache = Hierarchy(Setup(policy, RESIDENT_BLOCKS))
     for blocks in trace.requests():
         cache.serve([trace.keys[number] for number in blocks])
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # What is free but not given back belongs to no block.
-    return (_private_bytes() - before) / len(cache.policy)
+    return (_private_bytes() - before) / len(cache.host.policy)
 
 
 def _private_bytes() -> int:

@@ -29,6 +29,7 @@ Port = Annotated[str | None, typer.Option("--port", help="TCP port of the HTTP c
 Disk = Annotated[str | None, typer.Option("--disk", help="Directory for blocks on disk.")]
 Redis = Annotated[str | None, typer.Option("--redis", help="URL of a Redis for blocks.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Many = Annotated[list[str] | None, typer.Option(help="Policy; once for each. Default: all.")]
 Url = Annotated[str, typer.Option("--url", help="Address of a server's control plane.")]
 
 
@@ -110,27 +111,65 @@ def show_config(
 
 @app.command()
 def replay(
-    files: Annotated[list[Path], typer.Argument(help="Traces: JSON lines, plain or gzipped.")],
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Policy; once for each. Default: all.")
-    ] = None,
+    files: Annotated[
+        list[Path], typer.Argument(help="Traces, or folders of recordings. See docs/formats.md.")
+    ],
+    policy: Many = None,
     size: Annotated[
         list[str] | None,
         typer.Option(
-            help='Size such as "10%" of the distinct blocks, or "20GiB"; once for each. '
+            help='Host tier, such as "10%" of the distinct blocks, or "20GiB"; once for each. '
             "Default: 1%, 5%, 10%, 25%."
         ),
     ] = None,
-    block_bytes: Annotated[
-        str | None, typer.Option(help='Bytes of one block, such as "2MiB".')
+    disk: Annotated[
+        list[str] | None, typer.Option(help="Disk tier, as --size; once for each. Default: none.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="SVG file to write.")] = None,
+    redis: Annotated[
+        list[str] | None, typer.Option(help="Redis tier, as --size; once for each. Default: none.")
+    ] = None,
+    lower_policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Policy of disk and Redis; once for each. Default: auto."),
+    ] = None,
+    write_mode: Annotated[
+        list[str] | None,
+        typer.Option(help="through, on_reuse or on_evict; once for each. Default: through."),
+    ] = None,
+    admission: Annotated[
+        list[str] | None,
+        typer.Option(help="always, second_hit, learned or cost; once for each. Default: always."),
+    ] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option(help='Bytes of one block, such as "2MiB"; recordings tell them.')
+    ] = None,
+    prefill_rate: Annotated[
+        float | None, typer.Option(help="Tokens a second that an engine computes, for cost.")
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help='Of disk and Redis, such as "1GiB" a second, for cost.')
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG or SVG file to write.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay recorded requests: the hits that each policy and size would have had."""
-    from .replay.command import SIZES, ReplayOptions, run_replay  # noqa: PLC0415
+    """Replay recorded requests: the hits that policies, sizes, tiers and admissions would get."""
+    from .replay.command import run_replay  # noqa: PLC0415
+    from .replay.grid import SIZES, ReplayOptions  # noqa: PLC0415
 
-    options = ReplayOptions(files, policy or (), size or SIZES, block_bytes, plot)
+    options = ReplayOptions(
+        files=files,
+        policies=policy or (),
+        sizes=size or SIZES,
+        disks=disk or (),
+        redises=redis or (),
+        lower_policies=lower_policy or ("auto",),
+        write_modes=write_mode or ("through",),
+        admissions=admission or ("always",),
+        block_bytes=block_bytes,
+        prefill_rate=prefill_rate,
+        bandwidth=bandwidth,
+        plot=plot,
+    )
     run_replay(options, as_json=as_json)
 
 

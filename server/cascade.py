@@ -1,69 +1,102 @@
 """The cascade: which blocks of the host tier are written to which lower tier, and when.
 
 By a tier's write mode: when a block is committed, when it is used again, or when it leaves the host
-tier for room. A block that is being written is leased by the cascade, and its slot stays what it
-is. A tier that can't keep up is not waited for: what comes is dropped, and counted. Runs on the
-event loop.
+tier for room; and by its admission, which may turn a block down. What a tier that writes `through`
+has not got, for whatever reason, is offered to it again when it is used. A block that is being
+written is leased by the cascade, and its slot stays what it is. A tier that can't keep up is not
+waited for: what comes is dropped, and counted. Runs on the event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from .core import EvictReason, Tier, WriteMode, WriteOutcome
+from .admission import Price, Throttle, judge
+from .core import AdmitOutcome, EvictReason, Tier, WriteMode, WriteOutcome
+from .demand import Demand
 from .directory import Block, Namespace
 from .eviction import Evictor
 from .lower import LowerTier
+from .metrics import Metrics
 
-USES = 2
-"""A block that was used so often is written by a tier that writes `on_reuse`."""
+AT_USE = (WriteMode.THROUGH, WriteMode.ON_REUSE)
+"""Modes in which a tier is offered what is used again."""
 
 
 class Cascade:
     """All writes of blocks to lower tiers."""
 
-    def __init__(self, evictor: Evictor, lowers: Sequence[LowerTier]) -> None:
+    def __init__(
+        self,
+        evictor: Evictor,
+        lowers: Sequence[LowerTier],
+        demand: Demand,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
         self.writing: set[tuple[Tier, Block]] = set()
         """Blocks that are being written to a tier: each is leased for that."""
         self._evictor = evictor
         self._lowers = lowers
+        self._demand = demand
+        self._clock = clock
+        self._throttles = {lower.tier: Throttle(lower.options.write_rate) for lower in lowers}
+        self._counted = {
+            (lower.tier, outcome): metrics.admissions.labels(lower.tier, outcome)
+            for lower in lowers
+            for outcome in AdmitOutcome
+        }
         self._leaving: set[Block] = set()
         """Go from the host tier as soon as they are written."""
         if lowers:
             evictor.demote = self.demote
 
-    def committed(self, space: Namespace, blocks: Iterable[Block]) -> None:
+    def committed(self, space: Namespace, blocks: Sequence[Block]) -> None:
         """Blocks became visible in the host tier."""
         for lower in self._in_mode(WriteMode.THROUGH):
             for block in blocks:
-                self._write(lower, space, block)
+                self._offer(lower, space, block)
 
-    def used(self, space: Namespace, blocks: Iterable[Block]) -> None:
+    def used(self, space: Namespace, blocks: Sequence[Block]) -> None:
         """Blocks of the host tier were used again."""
-        writers = self._in_mode(WriteMode.ON_REUSE)
-        if writers:
-            for block in blocks:
-                block.uses += 1
-                for lower in writers if block.uses >= USES else ():
-                    self._write(lower, space, block)
+        for lower in self._in_mode(*AT_USE):
+            for block in lower.lacking(space.records, blocks):
+                self._offer(lower, space, block)
 
     def demote(self, space: Namespace, block: Block) -> bool:
         """Keep a block that is to leave the host tier until it was written.
 
         Returns False where no tier wants it: it may go at once.
         """
-        begun = [self._write(lower, space, block) for lower in self._in_mode(WriteMode.ON_EVICT)]
+        begun = [self._offer(lower, space, block) for lower in self._in_mode(WriteMode.ON_EVICT)]
         if any(begun):
             self._leaving.add(block)
             space.leaving += 1
         return any(begun)
 
-    def _in_mode(self, mode: WriteMode) -> list[LowerTier]:
-        return [lower for lower in self._lowers if lower.write_mode is mode]
+    def flush(self, spaces: Iterable[Namespace]) -> Iterator[LowerTier]:
+        """Write what tiers would get when it leaves the host tier, which ends: the hottest first.
 
-    def _write(self, lower: LowerTier, space: Namespace, block: Block) -> bool:
-        """Begin to write a block. Returns whether it was begun.
+        Yields each tier before a block is offered to it, for the caller to wait until it can take
+        one. A tier gets no more than it can hold.
+        """
+        for lower in self._in_mode(WriteMode.ON_EVICT):
+            left = lower.options.capacity_bytes
+            for space in spaces:
+                for key in reversed(list(space.pool.policy.victims())):
+                    if (block := space.blocks.get(key)) is None or left < space.pool.slot_bytes:
+                        continue
+                    if lower.lacking(space.records, [block]):
+                        yield lower
+                        if self._offer(lower, space, block):
+                            left -= space.pool.slot_bytes
+
+    def _in_mode(self, *modes: WriteMode) -> list[LowerTier]:
+        return [lower for lower in self._lowers if lower.write_mode in modes]
+
+    def _offer(self, lower: LowerTier, space: Namespace, block: Block) -> bool:
+        """Write a block to a tier that has not got it, if it takes it. Returns whether that began.
 
         One that is not visible any more has no slot: its use may be told late.
         """
@@ -71,6 +104,8 @@ class Cascade:
         if space.blocks.get(block.key) is not block:
             return False
         if one in self.writing or lower.holds(space.records, block.key):
+            return False
+        if self._refused(lower, space, block):
             return False
         parent = block.parent.key if block.parent is not None else b""
         payload = self._evictor.host.memory(block.slot, space.pool)
@@ -80,6 +115,18 @@ class Cascade:
         block.leases += 1
         self.writing.add(one)
         return True
+
+    def _refused(self, lower: LowerTier, space: Namespace, block: Block) -> bool:
+        """Ask for admission, and count the answer."""
+        size = space.pool.slot_bytes
+        price = partial(_price, lower, space)
+        outcome = judge(lower.admission, self._demand, block.key, price)
+        if outcome is AdmitOutcome.ADMITTED and not self._throttles[lower.tier].lets(
+            size, self._clock()
+        ):
+            outcome = AdmitOutcome.THROTTLED
+        self._counted[lower.tier, outcome].inc()
+        return outcome is not AdmitOutcome.ADMITTED
 
     def _written(self, space: Namespace, one: tuple[Tier, Block], _: WriteOutcome) -> None:
         self.writing.discard(one)
@@ -92,3 +139,8 @@ class Cascade:
             unwanted = not block.leases and not space.continued(block)
             if unwanted and space.blocks.get(block.key) is block:
                 self._evictor.drop(space, block, EvictReason.CAPACITY)
+
+
+def _price(lower: LowerTier, space: Namespace) -> Price:
+    load, write = lower.measures.price(space.pool.slot_bytes)
+    return Price(space.block_seconds, load, write)

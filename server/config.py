@@ -39,6 +39,7 @@ from .sections import (
     LoadSettings,
     LogSettings,
     Part,
+    RecordingSettings,
     RedisSettings,
     Scalar,
     Section,
@@ -92,6 +93,7 @@ class Settings(Part):
     disk: DiskSettings = DiskSettings()
     redis: RedisSettings = RedisSettings()
     loads: LoadSettings = LoadSettings()
+    recording: RecordingSettings = RecordingSettings()
     log: LogSettings = LogSettings()
 
     def effective(self) -> EffectiveSettings:

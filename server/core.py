@@ -174,6 +174,31 @@ class WriteOutcome(StrEnum):
     FAILED = "failed"
 
 
+class AdmissionMode(StrEnum):
+    """Which of the blocks that are offered to a lower tier it takes."""
+
+    ALWAYS = "always"
+    SECOND_HIT = "second_hit"
+    """Those that two requests used."""
+    LEARNED = "learned"
+    """Those of classes that come to be wanted again after they left the host tier."""
+    COST = "cost"
+    """Those that are expected to save more time than writing them takes."""
+
+
+class AdmitOutcome(StrEnum):
+    """Whether a lower tier takes a block that is offered to it, or why not."""
+
+    ADMITTED = "admitted"
+    USED_ONCE = "used_once"
+    UNLIKELY = "unlikely"
+    """Such blocks are hardly ever wanted again."""
+    TOO_DEAR = "too_dear"
+    """It would save less time than writing it takes."""
+    THROTTLED = "throttled"
+    """The tier was to take no more bytes a second."""
+
+
 class PromoteOutcome(StrEnum):
     """What became of copying one block from a lower tier to the host tier."""
 

@@ -265,7 +265,7 @@ class _Connection:
         for asked in frame.asked:
             hierarchy.count(session, asked)
         if frame.prefill_tokens:
-            session.engine.computed(frame.prefill_tokens, frame.prefill_seconds)
+            hierarchy.computed(session, frame.prefill_tokens, frame.prefill_seconds)
         if frame.settled:
             hierarchy.settle(session)
         if frame.seq:

@@ -24,15 +24,13 @@ class Block:
     not have been there at all: see `Namespace.anchors`.
     """
 
-    __slots__ = ("children", "key", "leases", "parent", "slot", "uses")
+    __slots__ = ("children", "key", "leases", "parent", "slot")
 
     def __init__(self, key: BlockKey, parent: Block | None, slot: int) -> None:
         self.key = key
         self.parent = parent
         self.slot = slot
         self.leases = 0
-        self.uses = 1
-        """Requests that used it, as far as a lower tier wants to know."""
         self.children = 0
         """Visible blocks that continue this one, as far as they are counted here."""
 
@@ -41,7 +39,7 @@ class Namespace:
     """The blocks of engines that may share, and the pool that holds their bytes."""
 
     __slots__ = (
-        "anchors", "blocks", "by_slab", "changes", "digest", "doomed", "leaving",
+        "anchors", "block_seconds", "blocks", "by_slab", "changes", "digest", "doomed", "leaving",
         "manifest", "pool", "records", "sessions",
     )  # fmt: skip
 
@@ -66,6 +64,8 @@ class Namespace:
             self.digest, manifest.slot_bytes, manifest.readable(), manifest.element_bytes
         )
         self.sessions = 0
+        self.block_seconds: float | None = None
+        """What computing a block took lately; None if that is not measured yet."""
         self.changes = ChangeLog(self._pieces)
 
     def prefix(self, keys: Sequence[BlockKey], start: int) -> list[Block]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from .core import SLOT_INDEX_BITS, EvictReason, Tier
+from .demand import Demand
 from .directory import Block, Directory, Namespace
 from .metrics import Metrics
 from .tiers.host import HostTier, OwnedSlab, Pool
@@ -28,14 +29,17 @@ def _goes_at_once(space: Namespace, block: Block) -> bool:  # noqa: ARG001
 
 
 class Evictor:
-    """Takes blocks out of the host tier. `evictions` counts them."""
+    """Takes blocks out of the host tier. `evictions` counts them; `demand` is told of each."""
 
-    def __init__(self, host: HostTier, directory: Directory, metrics: Metrics) -> None:
+    def __init__(
+        self, host: HostTier, directory: Directory, metrics: Metrics, demand: Demand | None = None
+    ) -> None:
         self.evictions = 0
         self.host = host
         self.demote: Callable[[Namespace, Block], bool] = _goes_at_once
         """Whether a block that is to leave stays for now, because a lower tier gets it first."""
         self._directory = directory
+        self._demand = demand
         self._tick = 0
         self._counted = {
             reason: metrics.evictions.labels(Tier.HOST, reason) for reason in EvictReason
@@ -71,8 +75,12 @@ class Evictor:
         space.remove(block)
         if reason in (EvictReason.CAPACITY, EvictReason.SLAB_MOVE):
             space.pool.policy.evict(block.key)
+            if self._demand is not None:
+                self._demand.left(block.key)
         else:
             space.pool.policy.remove(block.key)
+            if self._demand is not None:
+                self._demand.dropped(block.key)
         self.evictions += 1
         self._counted[reason].inc()
         if block.leases:

@@ -7,16 +7,18 @@ is one that a resident block continues, so that a chain loses its tail before it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .cascade import Cascade
 from .core import BlockKey, EvictReason, Manifest, Role, StoreOutcome
+from .demand import Demand
 from .directory import Block, Directory, Namespace
 from .eviction import Evictor
 from .lower import LowerTier
 from .metrics import Metrics
 from .promotion import Promotions
+from .recording import Recorder
 from .sessions import Engine, Limbo, Session
 from .tenants import NOBODY, Asked, Tenants
 from .tiers.host import HostTier
@@ -31,6 +33,8 @@ class _Use(NamedTuple):
 
     space: Namespace
     keys: Sequence[BlockKey]
+    start: int
+    """Blocks that the device held."""
     blocks: list[Block]
     tenant: str
 
@@ -67,9 +71,14 @@ class Hierarchy:
         self.engines: dict[str, Engine] = {}
         self.metrics = metrics
         self.clock = clock
-        self.evictor = Evictor(host, self.directory, metrics)
-        self.promotions = Promotions(host, self.evictor, lowers, metrics, clock, later or _never)
-        self.cascade = Cascade(self.evictor, lowers)
+        self.demand = Demand()
+        """Knows nothing where no lower tier asks."""
+        self.evictor = Evictor(host, self.directory, metrics, self.demand if lowers else None)
+        self.promotions = Promotions(self.evictor, lowers, metrics, clock, later or _never)
+        self.promotions.promoted = self._stored
+        self.cascade = Cascade(self.evictor, lowers, self.demand, metrics, clock)
+        self.recorder: Recorder | None = None
+        """Is told of each lookup, if it is there."""
         self.tenants = Tenants()
         self.stores = dict.fromkeys(StoreOutcome, 0)
         self._sessions_opened = 0
@@ -134,7 +143,7 @@ class Hierarchy:
             block.leases += 1
         if found:
             session.leases[lease] = found
-        self._late = _Use(space, keys, [*found], tenant)
+        self._late = _Use(space, keys, start, [*found], tenant)
         absent = [at for at in range(start) if keys[at] not in space.blocks]
         if done is not None and self.lowers:
             within = self.promotions.begin(session, lease, keys, start, done)
@@ -153,14 +162,21 @@ class Hierarchy:
         self._late = None
         self.tenants.tally(use.tenant).lookups += 1
         self.metrics.lookups.inc()
-        self._use(use.space, use.keys, use.blocks)
+        self._use(use.space, use.keys, use.start, use.blocks)
 
-    def _use(self, space: Namespace, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> None:
+    def _use(
+        self, space: Namespace, keys: Sequence[BlockKey], device: int, blocks: Sequence[Block]
+    ) -> None:
         space.pool.policy.touch(keys)
         self.evictor.use(space.pool, [block.slot for block in blocks])
-        for lower in self.lowers:
-            lower.touch(space.records, keys)
-        self.cascade.used(space, blocks)
+        if self.recorder is not None:
+            block = (space.manifest.block_tokens, space.pool.slot_bytes)
+            self.recorder.record(space.digest, block, keys, device)
+        if self.lowers:
+            self.demand.used(keys)
+            for lower in self.lowers:
+                lower.touch(space.records, keys)
+            self.cascade.used(space, blocks)
 
     def release(self, session: Session, lease: int) -> None:
         """End a lease, if there is one of that number."""
@@ -187,7 +203,8 @@ class Hierarchy:
         """Record the use of a chain that the device held."""
         self.record_use()
         blocks = session.space.blocks
-        self._use(session.space, keys, [blocks[key] for key in keys if key in blocks])
+        here = [blocks[key] for key in keys if key in blocks]
+        self._use(session.space, keys, len(keys), here)
 
     def reserve(
         self, session: Session, need: int, stock: int, above: Iterable[Sequence[BlockKey]] = ()
@@ -254,7 +271,7 @@ class Hierarchy:
                 outcomes[StoreOutcome.DUPLICATE] += 1
             else:
                 reserved.discard(slot)
-                fresh.append(space.add(key, parent, slot))
+                fresh.append(self._stored(space.add(key, parent, slot), parent))
                 insert(key, weight, parent or None)
                 outcomes[StoreOutcome.COMMITTED] += 1
             parent = key
@@ -274,6 +291,17 @@ class Hierarchy:
                 self._count_store(StoreOutcome.ABORTED)
             else:
                 self._count_store(StoreOutcome.UNKNOWN_SLOT)
+
+    def computed(self, session: Session, tokens: int, seconds: float) -> None:
+        """Take note of prompt tokens that an engine computed, and of the time that they took."""
+        session.engine.computed(tokens, seconds)
+        if (rate := session.engine.prefill_rate) is not None:
+            session.space.block_seconds = session.space.manifest.block_tokens / rate
+
+    def flush(self) -> Iterator[LowerTier]:
+        """Write what lower tiers have not got yet, before the host tier ends: see the cascade."""
+        self.record_use()
+        return self.cascade.flush(list(self.directory.namespaces.values()))
 
     def count(self, session: Session, asked: Asked) -> None:
         """Count the blocks that prompts could have reused, and those that each tier served."""
@@ -296,6 +324,12 @@ class Hierarchy:
         for block in blocks:
             self.evictor.drop(space, block, EvictReason.RESET)
         return len(blocks)
+
+    def _stored(self, block: Block, parent: BlockKey) -> Block:
+        """A block became visible: remember it."""
+        if self.lowers:
+            self.demand.stored(block.key, parent)
+        return block
 
     def _leave_limbo(self, engine: Engine, before: int) -> None:
         for lost in engine.limbo:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from .core import PAGE_BYTES, BlockKey, EvictReason, ReadOutcome, WriteOutcome
 from .health import Health, LeftAlone
@@ -26,6 +26,7 @@ from .tiers.compression import Coded
 from .tiers.pool import Job, Pool, Steps, Urgency
 
 T = TypeVar("T")
+B = TypeVar("B", bound="Keyed")
 
 log = logging.getLogger("kvtier.lower")
 
@@ -41,6 +42,14 @@ FORGOTTEN_AT_ONCE = 1000
 """Records of a namespace that is reset which leave the index in one turn of the loop."""
 ORDERED_AT_ONCE = 250
 """Records of a scan that the policy is told of in one turn of the loop."""
+
+
+class Keyed(Protocol):
+    """What has a block's key."""
+
+    @property
+    def key(self) -> BlockKey:
+        """The key."""
 
 
 class LowerTier:
@@ -61,6 +70,7 @@ class LowerTier:
         self.tier = store.tier
         self.options = options
         self.write_mode = options.write_mode
+        self.admission = options.admission
         self.measures = Measures(store.tier, options, metrics, clock)
         self.health = Health(store.tier, options.breaker, metrics, clock)
         self.health.full = self._give_up_some
@@ -96,6 +106,13 @@ class LowerTier:
     def holds(self, space: Space, key: BlockKey) -> bool:
         """Return whether the index has the block, and it may be used now."""
         return self._usable(space) and self._index.has(space.digest, key)
+
+    def lacking(self, space: Space, blocks: Sequence[B]) -> list[B]:
+        """Return the blocks that the index has not got; none while it can't be used."""
+        if not self._usable(space):
+            return []
+        has = self._index.has
+        return [block for block in blocks if not has(space.digest, block.key)]
 
     def askable(self, space: Space) -> bool:
         """Return whether the medium must be asked for what the index does not know."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .coding import CodecMode
-from .core import WriteMode
+from .core import AdmissionMode, WriteMode
 from .tiers.breaker import BreakerOptions
 
 
@@ -16,6 +16,9 @@ class LowerOptions:
     capacity_bytes: int
     policy: str = "lru"
     write_mode: WriteMode = WriteMode.THROUGH
+    admission: AdmissionMode = AdmissionMode.ALWAYS
+    write_rate: float | None = None
+    """Bytes a second that are written at most, on average; None for no limit."""
     codec: CodecMode = CodecMode.NONE
     threads: int = 4
     queue_bytes: int = 256 << 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .coding import CodecMode
 from .config import Settings
-from .core import LOWER_TIERS, Tier, WriteMode
+from .core import LOWER_TIERS, AdmissionMode, Tier, WriteMode
 from .errors import SettingsError
 from .lower import LowerTier
 from .lower_options import LowerOptions
@@ -24,6 +24,8 @@ log = logging.getLogger("kvtier.lowers")
 
 TICK_SECONDS = 0.25
 DRAIN_POLL_SECONDS = 0.02
+OFFERS_A_TURN = 16
+"""Blocks that are offered to a tier at the end before the loop does something else."""
 SLOW_SECONDS = 2.0
 """A call to the disk that takes longer counts as a failure."""
 QUEUE_SHARE = 8
@@ -48,6 +50,8 @@ def lower_tiers(
             capacity_bytes=disk.capacity,
             policy=disk.policy,
             write_mode=WriteMode(disk.write_mode),
+            admission=AdmissionMode(disk.admission),
+            write_rate=disk.write_rate,
             codec=_codec("disk.codec", CodecMode(disk.codec)),
             threads=disk.threads,
             queue_bytes=queue,
@@ -61,6 +65,8 @@ def lower_tiers(
             capacity_bytes=redis.capacity,
             policy=redis.policy,
             write_mode=WriteMode(redis.write_mode),
+            admission=AdmissionMode(redis.admission),
+            write_rate=redis.write_rate,
             codec=_codec("redis.codec", CodecMode(redis.codec)),
             threads=redis.connections,
             queue_bytes=queue,
@@ -114,9 +120,21 @@ async def look_after(tiers: Sequence[LowerTier]) -> None:
             tier.tick()
 
 
-async def drain(tiers: Sequence[LowerTier], seconds: float) -> None:
-    """Wait until what is queued was written, `seconds` at most."""
+async def drain(tiers: Sequence[LowerTier], more: Iterator[LowerTier], seconds: float) -> None:
+    """Wait until what is queued was written, `seconds` at most, and write more meanwhile.
+
+    `more` yields a tier each time before it offers it a block.
+    """
     end = time.monotonic() + seconds
+    for offered, tier in enumerate(more, 1):
+        while tier.health.up and 2 * tier.queued_write_bytes > tier.options.queue_bytes:
+            if time.monotonic() > end:
+                return
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        if not offered % OFFERS_A_TURN:
+            await asyncio.sleep(0)
+        if time.monotonic() > end:
+            break
     while any(tier.queued_write_bytes for tier in tiers if tier.health.up):
         if time.monotonic() > end:
             return

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from .averages import averaged
 from .coding import Coding
 from .core import ReadOutcome, Tier
 from .lower_options import LowerOptions
@@ -17,7 +18,7 @@ from .metrics import Metrics
 from .tiers.base import Written
 from .tiers.compression import Coded
 from .tiers.pool import Job
-from .tiers.speed import Speed
+from .tiers.speed import WEIGHT, Speed
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class Measures:
         decoders = min(options.threads, len(os.sched_getaffinity(0)))
         self.coding = Coding(options.codec, decoders)
         self.queued_read_bytes = 0
+        self._write_seconds: float | None = None
         self._tier = tier
         self._metrics = metrics
         self._clock = clock
@@ -66,6 +68,7 @@ class Measures:
         if (written := job.result) is not None:
             coded = written.coded
             job.seconds -= coded.seconds
+            self._write_seconds = averaged(self._write_seconds, job.seconds, WEIGHT)
             if coded.raw_bytes:
                 self.coding.encoded(coded.raw_bytes, coded.stored_bytes)
             self._metrics.codec_raw_bytes.labels(self._tier).inc(coded.raw_bytes)
@@ -77,6 +80,15 @@ class Measures:
     def expected(self, size: int) -> float | None:
         """Return the seconds that reading `size` bytes would take now; None if unknown."""
         return self.speed.seconds(size, self.queued_read_bytes, self._clock())
+
+    def price(self, size: int) -> tuple[float | None, float | None]:
+        """Return the seconds of reading `size` bytes and of one write; None for what is unknown.
+
+        As they were measured last, however long ago.
+        """
+        speed = self.speed
+        load = None if speed.bandwidth is None else (speed.latency or 0.0) + size / speed.bandwidth
+        return load, self._write_seconds
 
     def _observe(self, op: str, job: Job[T]) -> None:
         self._metrics.tier_seconds.labels(self._tier, op).observe(job.seconds)

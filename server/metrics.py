@@ -15,6 +15,7 @@ from prometheus_client.exposition import generate_latest
 from . import __version__
 from .core import (
     LOWER_TIERS,
+    AdmitOutcome,
     EvictReason,
     Fault,
     PromoteOutcome,
@@ -66,6 +67,12 @@ class Metrics:
 
     def _add_traffic(self, reg: CollectorRegistry) -> None:
         self.lookups = Counter("kvtier_lookups", "Prefix lookups by engines.", registry=reg)
+        self.recorded_lookups = Counter(
+            "kvtier_recorded_lookups", "Lookups that were to be recorded, by outcome.",
+            ["outcome"], registry=reg,
+        )  # fmt: skip
+        for recorded in ("recorded", "dropped"):
+            self.recorded_lookups.labels(recorded)
         self.tokens_asked = Counter(
             "kvtier_tokens_asked",
             "Prompt tokens in whole blocks that each tier was asked for.",
@@ -165,6 +172,10 @@ class Metrics:
             "kvtier_writes", "Blocks to be written to a tier, by outcome.", ["tier", "outcome"],
             registry=reg,
         )  # fmt: skip
+        self.admissions = Counter(
+            "kvtier_admissions", "Blocks offered to a tier, by what admission said.",
+            ["tier", "outcome"], registry=reg,
+        )  # fmt: skip
         self.read_bytes = Counter(
             "kvtier_read_bytes", "Bytes of blocks read from a tier.", ["tier"], registry=reg
         )
@@ -251,6 +262,7 @@ class Metrics:
             (self.reads, (*ReadOutcome, "failed")),
             (self.writes, WriteOutcome),
             (self.promotions, PromoteOutcome),
+            (self.admissions, AdmitOutcome),
         ]
         for counter, values in labels:
             for value in values:

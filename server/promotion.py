@@ -19,7 +19,6 @@ from .eviction import Evictor
 from .lower import LowerTier
 from .metrics import Metrics
 from .sessions import Session
-from .tiers.host import HostTier
 from .tiers.pool import Urgency
 from .waiting import Answer, Incoming, PromotionOptions, Source, Timer, Waiting
 from .worth import LoadMode, Stretch, judge
@@ -38,7 +37,6 @@ class Promotions:
 
     def __init__(
         self,
-        host: HostTier,
         evictor: Evictor,
         lowers: Sequence[LowerTier],
         metrics: Metrics,
@@ -48,7 +46,9 @@ class Promotions:
         self.options = PromotionOptions()
         self.incoming: set[Incoming] = set()
         """Everything that is being read, also what nobody waits for any more."""
-        self._host = host
+        self.promoted: Callable[[Block, BlockKey], object] = _nobody
+        """Is told of each block that became visible, and of its parent's key."""
+        self._host = evictor.host
         self._evictor = evictor
         self._lowers = lowers
         self._metrics = metrics
@@ -281,6 +281,7 @@ class Promotions:
         if outcome is ReadOutcome.READ and not one.discarded and resident is None:
             block = space.add(one.key, one.parent, one.slot)
             space.pool.policy.insert(one.key, space.pool.slot_bytes, one.parent or None)
+            self.promoted(block, one.parent)
             self._evictor.use(space.pool, [one.slot])
             return block, PromoteOutcome.PROMOTED
         self._host.give_back(space.pool, one.slot)
@@ -349,6 +350,10 @@ class Promotions:
 def _taken(awaited: dict[int, Incoming]) -> Iterable[Incoming]:
     while awaited:
         yield awaited.popitem()[1]
+
+
+def _nobody(block: Block, parent: BlockKey) -> None:
+    """Nobody wants to know what was promoted."""
 
 
 def _stretches(sources: Sequence[Source], size: int) -> Iterator[Stretch]:

@@ -104,12 +104,19 @@ def _redis_url(url: str | None) -> str | None:
     return url
 
 
-_SIZES = ("capacity", "keep_free")
+_SIZES = ("capacity", "keep_free", "write_rate")
+
+
+def _optional_size(value: object) -> int | None:
+    return None if value is None else parse_size(value)
+
 
 PolicyName: TypeAlias = Annotated[str, AfterValidator(_known_policy)]
 WriteModeName: TypeAlias = Literal["through", "on_reuse", "on_evict"]
+AdmissionName: TypeAlias = Literal["always", "second_hit", "learned", "cost"]
 CodecName: TypeAlias = Literal["none", "always", "auto"]
 Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
+WriteRate: TypeAlias = Annotated[int | None, BeforeValidator(_optional_size)]
 Ratio: TypeAlias = Annotated[float, BeforeValidator(number), Field(gt=0, le=1)]
 
 
@@ -122,7 +129,7 @@ class Part(BaseModel):
         """Return the section as a settings file would hold it: sizes with units, no secrets."""
         plain: Section = {}
         for name, value in self:
-            if name in _SIZES:
+            if name in _SIZES and value is not None:
                 plain[name] = format_size(value)
             elif isinstance(value, Path | SecretStr):
                 plain[name] = str(value)
@@ -156,9 +163,9 @@ class HostSettings(Part):
         "leave room for the engines.",
     )
     policy: PolicyName = Field(
-        "lru",
-        description="Default lru. Names the blocks that leave first when the tier is full. "
-        f"One of: {', '.join(POLICIES)}.",
+        "auto",
+        description="Default auto. Names the blocks that leave first when the tier is full. "
+        f"One of: {', '.join(POLICIES)}. Change it where kvtier replay shows a better one.",
     )
     high_watermark: Ratio = Field(
         0.98,
@@ -198,15 +205,27 @@ class DiskSettings(Part):
         "Raise it where others need the room.",
     )
     policy: PolicyName = Field(
-        "lru",
-        description="Default lru. Names the blocks that leave first when the tier is full. "
-        f"One of: {', '.join(POLICIES)}.",
+        "auto",
+        description="Default auto. Names the blocks that leave first when the tier is full. "
+        f"One of: {', '.join(POLICIES)}. Change it where kvtier replay shows a better one.",
     )
     write_mode: WriteModeName = Field(
         "through",
         description="Default through. When a block is written: when an engine stored it, when it "
         "is used again, or when the host tier evicts it. Change it to on_reuse where writes are "
-        "dear.",
+        "dear, to on_evict for more hits where blocks need not survive a crash.",
+    )
+    admission: AdmissionName = Field(
+        "learned",
+        description="Default learned. Which blocks are written: those of kinds that come to be "
+        "wanted again, those used by two requests (second_hit), those that save more time than "
+        "they take (cost), or always all. Change it to always for a disk that takes any amount "
+        "of writes.",
+    )
+    write_rate: WriteRate = Field(
+        None,
+        description="Default none: no limit. Bytes a second that are written at most, on average, "
+        "such as 50MiB. Set it for a disk that wears out.",
     )
     codec: CodecName = Field(
         "none",
@@ -269,13 +288,22 @@ class RedisSettings(Part):
         "blocks of many MB.",
     )
     policy: PolicyName = Field(
-        "lru",
-        description="Default lru. Names the blocks of this server that leave first. "
+        "auto",
+        description="Default auto. Names the blocks of this server that leave first. "
         f"One of: {', '.join(POLICIES)}.",
     )
     write_mode: WriteModeName = Field(
         "through",
         description="Default through. As disk.write_mode.",
+    )
+    admission: AdmissionName = Field(
+        "always",
+        description="Default always. As disk.admission, which knows what this server's engines "
+        "want again, but not other hosts'. Change it to learned where Redis is not shared.",
+    )
+    write_rate: WriteRate = Field(
+        None,
+        description="Default none. As disk.write_rate. Set it where others need the network.",
     )
     codec: CodecName = Field(
         "none",
@@ -301,6 +329,22 @@ class LoadSettings(Part):
         5.0,
         description="Default 5. Longest time that a request waits for lower tiers; it gets what "
         "has come by then, and computes the rest. Raise it for prefixes of many GB.",
+    )
+
+
+class RecordingSettings(Part):
+    """What is kept of lookups, for `kvtier replay`."""
+
+    path: Annotated[Path | None, BeforeValidator(_directory)] = Field(
+        None,
+        description="Default none: nothing is recorded. Directory for recordings of lookups: "
+        "hashes, lengths and times, no tokens. Set it to find out what other sizes, policies "
+        "and admissions would do with your traffic.",
+    )
+    capacity: Annotated[Size, Field(ge=2**20)] = Field(
+        256 * 2**20,
+        description="Default 256MiB. Bytes of recordings, of which the oldest go first. Raise it "
+        "to look further back.",
     )
 
 

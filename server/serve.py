@@ -29,6 +29,7 @@ from .errors import StartError
 from .hierarchy import Hierarchy
 from .lowers import configured, drain, look_after, lower_tiers
 from .metrics import Metrics
+from .recording import Recorder
 from .sections import HttpSettings
 from .sizes import format_size
 from .tiers.host import HostOptions, HostTier
@@ -40,7 +41,7 @@ log = logging.getLogger("kvtier.serve")
 
 LAG_SAMPLE_SECONDS = 0.1
 DRAIN_SHARE = 0.6
-"""Share of the shutdown time in which what is queued for lower tiers is still written."""
+"""Share of the shutdown time in which lower tiers still get what is theirs."""
 SWITCH_SECONDS = 0.0005
 """How long a thread may keep the interpreter from the loop while it has no I/O to do."""
 HTTP_GRACE_SHARE = 0.5
@@ -90,6 +91,11 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         options = DataPlaneOptions(settings.socket, settings.group_id())
         self.plane = DataPlane(self.hierarchy, self.metrics, options)
+        self.recorder: Recorder | None = None
+        if (folder := settings.recording.path) is not None:
+            capacity = settings.recording.capacity
+            self.recorder = Recorder(folder, capacity, self.metrics, self._post)
+            self.hierarchy.recorder = self.recorder
         self._held = self.metrics.loop_hold_seconds.labels("lower")
         self._allocated = False
         self._stop = asyncio.Event()
@@ -120,6 +126,8 @@ class Server:
                     group.create_task(_sample_lag(self.metrics)),
                     group.create_task(look_after(self.lowers)),
                 ]
+                if self.recorder is not None:
+                    background.append(group.create_task(self.recorder.run()))
                 self._announce(listener)
                 await self._stop.wait()
                 _end_within(self.settings.shutdown_seconds)
@@ -127,7 +135,10 @@ class Server:
                     task.cancel()
                 await self.plane.stop()
                 web.should_exit = True
-                await drain(self.lowers, self.settings.shutdown_seconds * DRAIN_SHARE)
+                seconds = self.settings.shutdown_seconds * DRAIN_SHARE
+                await drain(self.lowers, self.hierarchy.flush(), seconds)
+                if self.recorder is not None:
+                    await self.recorder.close()
         except* StartError as failed:
             raise failed.exceptions[0] from None
 

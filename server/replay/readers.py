@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..recording import HASH_BYTES, VERSION
 from .trace import Trace, TraceError
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -62,6 +63,24 @@ class LMCacheLine(msgspec.Struct):
     chunk_hashes: list[int | str]
 
 
+class RecordedHead(msgspec.Struct):
+    """The first line of a file that a kvtier server recorded; see `docs/formats.md`."""
+
+    kvtier_lookups: int
+    namespace: str
+    block_tokens: int
+    block_bytes: int
+
+
+class RecordedLine(msgspec.Struct, forbid_unknown_fields=True):
+    """One lookup of such a file. `after` is the number of the last block that the file knows."""
+
+    t: int
+    device: int
+    after: int | None = None
+    new: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Parsed:
     """What a line says: blocks that tell their whole prefix, and the prompt's length."""
@@ -71,21 +90,30 @@ class Parsed:
     block_tokens: int
 
 
+Parser = Callable[[bytes], Parsed]
+"""Understands the lines of one file, in order.
+
+Raises msgspec.DecodeError or ValueError for a line of another kind.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format: the fields that only its lines have, and how one is understood.
+    """One format: the fields that only its first lines have, and what begins to read a file.
 
-    `parse` raises msgspec.DecodeError for a line of another kind.
+    `begin` is given the first line, and says of it what it tells of the whole file.
     """
 
     name: str
     marks: frozenset[str]
-    parse: Callable[[bytes], Parsed]
+    begin: Callable[[bytes], tuple[Parser, RecordedHead | None]]
 
 
 _decode_mooncake = msgspec.json.Decoder(MooncakeLine).decode
 _decode_bailian = msgspec.json.Decoder(BailianLine).decode
 _decode_lmcache = msgspec.json.Decoder(LMCacheLine).decode
+_decode_head = msgspec.json.Decoder(RecordedHead).decode
+_decode_recorded = msgspec.json.Decoder(RecordedLine).decode
 
 
 def _mooncake(text: bytes) -> Parsed:
@@ -110,16 +138,109 @@ def _lmcache(text: bytes) -> Parsed:
     return Parsed(blocks, line.seq_len, line.chunk_size)
 
 
+class _Recording:
+    """The lines of a recording: each names the block that it continues by its number."""
+
+    def __init__(self, head: RecordedHead) -> None:
+        self._block_tokens = head.block_tokens
+        self._hashes: list[int] = []
+        self._parents: list[int] = []
+
+    def line(self, text: bytes) -> Parsed:
+        line = _decode_recorded(text)
+        at = -1 if line.after is None else line.after
+        if not -1 <= at < len(self._hashes):
+            raise ValueError(f"it continues block {at}, and there are {len(self._hashes)} so far")
+        raw = bytes.fromhex(line.new)
+        if len(raw) % HASH_BYTES:
+            raise ValueError(f"{len(raw)} bytes are no whole number of hashes")
+        for begin in range(0, len(raw), HASH_BYTES):
+            self._hashes.append(int.from_bytes(raw[begin : begin + HASH_BYTES]))
+            self._parents.append(at)
+            at = len(self._hashes) - 1
+        blocks: list[int] = []
+        while at >= 0:
+            blocks.append(self._hashes[at])
+            at = self._parents[at]
+        blocks.reverse()
+        return Parsed(blocks, len(blocks) * self._block_tokens, self._block_tokens)
+
+
+def _stateless(parse: Parser) -> Callable[[bytes], tuple[Parser, None]]:
+    return lambda _: (parse, None)
+
+
+def _recorded(first: bytes) -> tuple[Parser, RecordedHead]:
+    head = _decode_head(first)
+    if head.kvtier_lookups != VERSION:
+        raise ValueError(f"it has version {head.kvtier_lookups}, and this build reads {VERSION}")
+    if head.block_tokens < 1 or head.block_bytes < 1:
+        raise ValueError(f"blocks of {head.block_tokens} tokens and {head.block_bytes} bytes")
+    return _Recording(head).line, head
+
+
+RECORDED = Format("kvtier", frozenset({"kvtier_lookups"}), _recorded)
 FORMATS = (
-    Format("bailian", frozenset({"hash_ids", "chat_id"}), _bailian),
-    Format("mooncake", frozenset({"hash_ids", "input_length"}), _mooncake),
-    Format("lmcache", frozenset({"chunk_hashes"}), _lmcache),
+    RECORDED,
+    Format("bailian", frozenset({"hash_ids", "chat_id"}), _stateless(_bailian)),
+    Format("mooncake", frozenset({"hash_ids", "input_length"}), _stateless(_mooncake)),
+    Format("lmcache", frozenset({"chunk_hashes"}), _stateless(_lmcache)),
 )
 """Formats that can be read; of those whose marks a line has, the first one counts."""
 
 
 def read_trace(file: Path, advance: Advance | None = None) -> Trace:
-    """Return the requests of a trace file. Blocks. Raises TraceError."""
+    """Return the requests of one trace file. Blocks. Raises TraceError."""
+    trace = Trace(file)
+    _read(trace, file, advance)
+    trace.finish()
+    return trace
+
+
+def read_together(files: Sequence[Path], advance: Advance | None = None) -> Trace:
+    """Return the requests of recordings of one namespace, in the order given, as one trace.
+
+    Blocks. Raises TraceError.
+    """
+    trace = Trace(files[0])
+    for file in files:
+        _read(trace, file, advance)
+    trace.finish()
+    return trace
+
+
+def together(files: Sequence[Path]) -> list[list[Path]]:
+    """Return which files are read as one trace: those that servers recorded of one namespace.
+
+    A folder stands for the recordings in it. Blocks. Raises TraceError.
+    """
+    groups: dict[str | int, list[Path]] = {}
+    for number, file in enumerate(_expanded(files)):
+        head = _head(file)
+        groups.setdefault(number if head is None else head.namespace, []).append(file)
+    return list(groups.values())
+
+
+def _expanded(files: Sequence[Path]) -> Iterator[Path]:
+    for file in files:
+        if not file.is_dir():
+            yield file
+            continue
+        recorded = sorted(file.glob("lookups-*.jsonl*"))
+        if not recorded:
+            raise TraceError(f"The folder {file} holds no recording: name a trace file.")
+        yield from recorded
+
+
+def _head(file: Path) -> RecordedHead | None:
+    """Return what a recording says of itself; None for a trace of another format."""
+    first = next(_numbered_lines(file, None), None)
+    if first is None or _format_of(first[1]) is not RECORDED:
+        return None
+    return _begin(file, RECORDED, *first)[1]
+
+
+def _read(trace: Trace, file: Path, advance: Advance | None) -> None:
     lines = _numbered_lines(file, advance)
     first = next(lines, None)
     if first is None:
@@ -130,18 +251,30 @@ def read_trace(file: Path, advance: Advance | None = None) -> Trace:
             f"{file}, line {first[0]}: this is no trace that kvtier reads; the formats are "
             f"{_names()}, one JSON object a line."
         )
-    trace = Trace(file, shape.name, 0)
-    for number, line in chain([first], lines):
-        _add(trace, shape, number, line)
-    trace.finish()
-    return trace
+    parse, head = _begin(file, shape, *first)
+    trace.format = shape.name
+    if head is not None:
+        trace.block_bytes = head.block_bytes
+    for number, line in lines if head is not None else chain([first], lines):
+        if shape is RECORDED and not line.endswith(b"\n"):
+            return  # A server that was killed left half a line.
+        _add(trace, f"{file}, line {number}", shape, parse, line)
 
 
-def _add(trace: Trace, shape: Format, number: int, line: bytes) -> None:
-    where = f"{trace.file}, line {number}"
+def _begin(
+    file: Path, shape: Format, number: int, first: bytes
+) -> tuple[Parser, RecordedHead | None]:
     try:
-        parsed = shape.parse(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return shape.begin(first)
+    except (msgspec.DecodeError, ValueError) as error:
+        where = f"{file}, line {number}"
+        raise TraceError(f"{where}: not a file of the {shape.name} format: {error}.") from None
+
+
+def _add(trace: Trace, where: str, shape: Format, parse: Parser, line: bytes) -> None:
+    try:
+        parsed = parse(line)
+    except (msgspec.DecodeError, ValueError) as error:
         raise TraceError(_misfit(where, shape, line, str(error))) from None
     if shape.name == "mooncake" and b'"chat_id"' in line:
         raise TraceError(_misfit(where, shape, line, "it has a chat_id"))

@@ -1,38 +1,52 @@
-"""What a replay found, as a table, as JSON and as a plot."""
+"""What a replay found, as a table and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from itertools import cycle
 
 from rich.table import Table
 from rich.text import Text
 
-from .simulator import BOUND, Outcome
+from ..sizes import format_size
+from .bound import BOUND
+from .grid import Sizes, Way
+from .simulator import Outcome, TierOutcome
 from .trace import Trace
-
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#444444")
-"""Told apart by people with any kind of colour vision, as far as eight can be."""
-WIDTH, HEIGHT = 760, 460
-LEFT, RIGHT, TOP, BOTTOM = 70, 130, 50, 60
-TICKS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One policy at one size, as the JSON report states it. Ratios are from 0 to 1."""
+class TierCell:
+    """What one tier did, as the JSON report states it."""
 
-    policy: str
+    tier: str
     size: str
     capacity_blocks: int
-    token_hit_ratio: float
     hit_tokens: int
     evictions: int
     written_blocks: int
     written_bytes: int | None
     """None where the bytes of a block are not known."""
+    refused_blocks: int
+    """Offers that admission turned down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One way at one size, as the JSON report states it. Ratios are from 0 to 1.
+
+    For MIN the tiers are one, as large as all together.
+    """
+
+    policy: str
+    lower_policy: str | None
+    write_mode: str | None
+    admission: str | None
+    size: str
+    token_hit_ratio: float
+    hit_tokens: int
+    tiers: list[TierCell]
+    label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +65,67 @@ class Report:
     cells: list[Cell]
 
 
-def cell(trace: Trace, outcome: Outcome, size: str, block_bytes: int | None) -> Cell:
+def cell(trace: Trace, way: Way, sizes: Sizes, outcome: Outcome, block_bytes: int | None) -> Cell:
     """Return what there is to say of one outcome."""
+    names = [sizes.host, *(size for _, size in sizes.lowers)]
+    if way.policy == BOUND:
+        names = [sizes.label]
     return Cell(
-        policy=outcome.policy,
-        size=size,
-        capacity_blocks=outcome.capacity,
+        policy=way.policy,
+        lower_policy=way.below and way.below.policy,
+        write_mode=way.below and way.below.write_mode,
+        admission=way.below and way.below.admission,
+        size=sizes.label,
         token_hit_ratio=round(outcome.hit_ratio(trace), 6),
         hit_tokens=outcome.hit_blocks * trace.block_tokens,
-        evictions=outcome.evictions,
-        written_blocks=outcome.written_blocks,
-        written_bytes=None if block_bytes is None else outcome.written_blocks * block_bytes,
+        tiers=[
+            _tier(trace, size, tier, block_bytes)
+            for size, tier in zip(names, outcome.tiers, strict=True)
+        ],
+        label=way.label,
+    )
+
+
+def _tier(trace: Trace, size: str, tier: TierOutcome, block_bytes: int | None) -> TierCell:
+    return TierCell(
+        tier=tier.tier,
+        size=size,
+        capacity_blocks=tier.capacity,
+        hit_tokens=tier.hit_blocks * trace.block_tokens,
+        evictions=tier.evictions,
+        written_blocks=tier.written_blocks,
+        written_bytes=None if block_bytes is None else tier.written_blocks * block_bytes,
+        refused_blocks=tier.refused_blocks,
     )
 
 
 def table(report: Report) -> Table:
-    """Return the hit ratios with a row for each policy and a column for each size."""
+    """Return the hit ratios with a row for each way and a column for each size.
+
+    Behind them stands what the first size did to each tier.
+    """
     sizes = list(dict.fromkeys(each.size for each in report.cells))
-    policies = list(dict.fromkeys(each.policy for each in report.cells))
-    found = {(each.policy, each.size): each for each in report.cells}
+    labels = list(dict.fromkeys(each.label for each in report.cells))
+    found = {(each.label, each.size): each for each in report.cells}
     shown = Table(title=f"{report.file}: token hit ratio", title_justify="left", title_style="bold")
     shown.add_column("policy")
     for size in sizes:
         shown.add_column(size, justify="right")
-    shown.add_column(f"evictions at {sizes[0]}", justify="right")
-    shown.add_column(f"blocks written at {sizes[0]}", justify="right")
+    for tier in report.cells[0].tiers:
+        shown.add_column(f"{tier.tier}: evicted at {tier.size}", justify="right")
+        shown.add_column(f"{tier.tier}: written", justify="right")
     best = {size: _best(report, size) for size in sizes}
-    for policy in policies:
-        ratios = [found[policy, size].token_hit_ratio for size in sizes]
+    for label in labels:
+        ratios = [found[label, size].token_hit_ratio for size in sizes]
         cells = [
             Text(f"{ratio:.1%}", style="bold green" if ratio >= best[size] else "")
             for ratio, size in zip(ratios, sizes, strict=True)
         ]
-        if policy == BOUND:
+        if label == BOUND:
             cells = [Text(f"{ratio:.1%}", style="dim") for ratio in ratios]
-        first = found[policy, sizes[0]]
-        shown.add_row(policy, *cells, f"{first.evictions:,}", f"{first.written_blocks:,}")
+        first = found[label, sizes[0]]
+        done = [text for tier in first.tiers for text in (f"{tier.evictions:,}", _written(tier))]
+        shown.add_row(label, *cells, *done)
     return shown
 
 
@@ -100,66 +139,10 @@ def summary(report: Report) -> str:
     )
 
 
-def plot(report: Report) -> str:
-    """Return an SVG of hit ratio over capacity, a line for each policy."""
-    capacities = sorted({each.capacity_blocks for each in report.cells})
-    span = max(capacities[-1], 1)
-    top = max((each.token_hit_ratio for each in report.cells), default=0.0)
-    top = max(-(-top * 20 // 1) / 20, 0.05)
-
-    def x_of(capacity: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * capacity / span
-
-    def y_of(ratio: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * ratio / top
-
-    parts = [*_axes(report, span, top)]
-    policies = list(dict.fromkeys(each.policy for each in report.cells))
-    for row, (policy, colour) in enumerate(zip(policies, cycle(COLOURS), strict=False)):
-        line = sorted(
-            (each.capacity_blocks, each.token_hit_ratio)
-            for each in report.cells
-            if each.policy == policy
-        )
-        points = " ".join(f"{x_of(size):.1f},{y_of(ratio):.1f}" for size, ratio in line)
-        dashes = ' stroke-dasharray="5 4"' if policy == BOUND else ""
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>'
-        )
-        parts += [
-            f'<circle cx="{x_of(size):.1f}" cy="{y_of(ratio):.1f}" r="3" fill="{colour}"/>'
-            for size, ratio in line
-        ]
-        parts.append(_text(WIDTH - RIGHT + 16, TOP + 18 * row, policy, colour=colour))
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'font-family="sans-serif" font-size="12">\n'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n{body}\n</svg>\n'
-    )
-
-
-def _axes(report: Report, span: float, top: float) -> list[str]:
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = [_text(LEFT, 24, f"{report.file}: token hit ratio by capacity", size=15)]
-    for tick in range(TICKS + 1):
-        share = tick / TICKS
-        x, y = LEFT + (right - LEFT) * share, bottom - (bottom - TOP) * share
-        parts.append(f'<path d="M{LEFT} {y:.1f}H{right}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 8, y + 4, f"{top * share:.0%}", anchor="end"))
-        parts.append(_text(x, bottom + 18, f"{span * share:,.0f}", anchor="middle"))
-    middle = (LEFT + right) / 2
-    label = f"capacity in blocks of {report.block_tokens} tokens"
-    return [*parts, _text(middle, HEIGHT - 14, label, anchor="middle")]
-
-
-def _text(
-    x: float, y: float, words: str, *, colour: str = "#222", anchor: str = "start", size: int = 12
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}" '
-        f'font-size="{size}">{escape(words)}</text>'
-    )
+def _written(tier: TierCell) -> str:
+    if tier.written_bytes is None:
+        return f"{tier.written_blocks:,}"
+    return f"{tier.written_blocks:,} ({format_size(tier.written_bytes)})"
 
 
 def _best(report: Report, size: str) -> float:

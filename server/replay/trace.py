@@ -25,11 +25,16 @@ class TraceError(KVTierError):
 
 @dataclass(slots=True)
 class Trace:
-    """Requests of one file. It takes 4 bytes for each block of each request, and 60 a block."""
+    """Requests of one file, or of several recordings, of which `file` is the first.
+
+    It takes 4 bytes for each block of each request, and 60 a block.
+    """
 
     file: Path
-    format: str
-    block_tokens: int
+    format: str = ""
+    block_tokens: int = 0
+    block_bytes: int | None = None
+    """Bytes of a block, where the file tells."""
     tokens: int = 0
     """Prompt tokens in all, those outside complete blocks included."""
     keys: list[BlockKey] = field(default_factory=list)

@@ -36,7 +36,7 @@ def test_one_line_at_start_says_where_everything_is(serve):
     port = server.url.rpartition(":")[2]
     lines = [line for line in server.log.splitlines() if "kvtier serves" in line]
     assert len(lines) == 1
-    for part in (" INFO ", str(server.socket), f"127.0.0.1:{port}", "64MiB", "policy lru"):
+    for part in (" INFO ", str(server.socket), f"127.0.0.1:{port}", "64MiB", "policy auto"):
         assert part in lines[0]
 
 

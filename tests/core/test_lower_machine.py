@@ -11,17 +11,14 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kvtier.codec import Codec
 from kvtier.coding import CodecMode
-from kvtier.core import EvictReason, Fault, ReadOutcome, Role, Tier, WriteMode
+from kvtier.core import AdmissionMode, EvictReason, Fault, ReadOutcome, Role, Tier, WriteMode
 from kvtier.hierarchy import Hierarchy
 from kvtier.integrity import check_integrity
 from kvtier.lower import LowerTier
 from kvtier.lower_options import LowerOptions
-from kvtier.tiers.base import Held, Listing, RecordStore, TierFault, Written
-from kvtier.tiers.compression import Coded
-from kvtier.tiers.pool import Job
 from kvtier.worth import LoadMode
+from manual_tiers import DictStore, ManualPool, Timers
 from support import chain, host_tier, manifest
 
 SLOTS = 40
@@ -32,134 +29,15 @@ PROMPTS = [*CHAINS, *([*CHAINS[0][:4], *chain(f"branch {n}", 4)] for n in range(
 FAULTS = [None, None, None, ReadOutcome.MISSING, ReadOutcome.CORRUPT, Fault.IO, Fault.FULL]
 
 
-class DictStore(RecordStore):
-    """Records in a dict. `next_fault` is what the next read or write does instead."""
-
-    def __init__(self, tier, listed):
-        self.tier = tier
-        self.listed = listed
-        self.records = {}
-        self.wrong = 0
-        """Writes of other bytes than were committed: an assertion would be the tier's fault."""
-        self.next_fault = None
-
-    def open(self):
-        pass
-
-    def scan(self):
-        shelves = {}
-        for namespace, key in self.records if self.listed else ():
-            shelves.setdefault((namespace, key[0]), []).append(Held(key, 2 * 4096, 0.0))
-        for (namespace, first), records in shelves.items():
-            yield Listing(namespace, first, records, 0)
-
-    def find(self, space, keys):
-        self._fail()
-        found = [(space.digest, key) in self.records for key in keys]
-        return ([*found, False]).index(False)
-
-    def read(self, space, key, into, report):
-        fault = self._fail()
-        if isinstance(fault, ReadOutcome):
-            self.records.pop((space.digest, key), None)
-            return fault
-        if (space.digest, key) not in self.records:
-            return ReadOutcome.MISSING
-        into[:], coded = self.records[space.digest, key]
-        if coded.raw_bytes:
-            report(coded)
-        return ReadOutcome.READ
-
-    def write(self, space, key, parent, payload, codec):
-        self._fail()
-        self.wrong += bytes(payload[:32]) != key
-        coded = Coded() if codec is Codec.RAW else Coded(len(payload), len(payload) // 2, 1e-6)
-        self.records[space.digest, key] = bytes(payload), coded
-        return Written(2 * 4096, 0, coded)
-
-    def drop(self, namespace, keys):
-        for key in keys:
-            self.records.pop((namespace, key), None)
-
-    def wipe(self, namespace):
-        for one in [one for one in self.records if one[0] == namespace]:
-            del self.records[one]
-
-    def close(self):
-        pass
-
-    def _fail(self):
-        fault, self.next_fault = self.next_fault, None
-        if isinstance(fault, Fault):
-            raise TierFault(fault, "on purpose")
-        return fault
-
-
-class ManualPool:
-    """A pool whose jobs run when `run` is called."""
-
-    def __init__(self):
-        self.jobs = []
-        self.begun = []
-
-    def submit(self, urgency, work, done):
-        self.jobs.append(Job(urgency, work, done))
-        return self.jobs[-1]
-
-    def cancel(self, job):
-        if job not in self.jobs:
-            return False
-        self.jobs.remove(job)
-        return True
-
-    def run(self, which):
-        """Do a job's work now, and hand its result over with `hand_over`."""
-        job = self.jobs.pop(which % len(self.jobs))
-        job.run()
-        self.begun.append(job)
-
-    def hand_over(self):
-        while self.begun:
-            job = self.begun.pop(0)
-            job.done(job)
-
-    def oldest_seconds(self):
-        return 0.0
-
-    def close(self):
-        self.jobs.clear()
-
-
-class Timers:
-    """Calls that are made when `fire` is called."""
-
-    def __init__(self):
-        self.calls = []
-
-    def later(self, seconds, call):
-        timers = self
-
-        class Timer:
-            def cancel(self):
-                timers.calls = [one for one in timers.calls if one[0] is not self]
-
-        timer = Timer()
-        self.calls.append((timer, call))
-        return timer
-
-    def fire(self):
-        if self.calls:
-            self.calls.pop(0)[1]()
-
-
 class LowerMachine(RuleBasedStateMachine):
     """Engines store and look up while jobs end early, late, never or badly."""
 
     @initialize(
         modes=st.tuples(*[st.sampled_from(WriteMode)] * 2),
-        policies=st.tuples(*[st.sampled_from(["lru", "mq", "arc"])] * 2),
+        policies=st.tuples(*[st.sampled_from(["lru", "mq", "auto"])] * 2),
+        admissions=st.tuples(*[st.sampled_from(AdmissionMode)] * 2),
     )
-    def begin(self, modes, policies):
+    def begin(self, modes, policies, admissions=(AdmissionMode.ALWAYS, AdmissionMode.ALWAYS)):
         host = host_tier(SLOTS, high_watermark=0.9, low_watermark=0.8)
         self.now = 0.0
         self.posted = []
@@ -168,12 +46,21 @@ class LowerMachine(RuleBasedStateMachine):
         self.lowers = [
             LowerTier(
                 store,
-                LowerOptions(CAPACITY, policy, mode, CodecMode.AUTO, queue_bytes=20 * 4096),
+                LowerOptions(
+                    CAPACITY,
+                    policy,
+                    mode,
+                    admission,
+                    codec=CodecMode.AUTO,
+                    queue_bytes=20 * 4096,
+                ),
                 host._metrics,
                 lambda: self.now,
                 self.posted.append,
             )
-            for store, mode, policy in zip(stores, modes, policies, strict=True)
+            for store, mode, policy, admission in zip(
+                stores, modes, policies, admissions, strict=True
+            )
         ]
         for lower in self.lowers:
             lower._pool = ManualPool()
@@ -367,12 +254,16 @@ class LowerMachine(RuleBasedStateMachine):
     def touch(self, data, keys):
         self.cache.touch(self.draw_session(data), keys)
 
-    @rule(mode=st.sampled_from(LoadMode), modes=st.tuples(*[st.sampled_from(WriteMode)] * 2))
-    def modes_change(self, mode, modes):
+    @rule(
+        mode=st.sampled_from(LoadMode),
+        modes=st.tuples(*[st.sampled_from(WriteMode)] * 2),
+        admissions=st.tuples(*[st.sampled_from(AdmissionMode)] * 2),
+    )
+    def modes_change(self, mode, modes, admissions):
         options = self.cache.promotions.options
         self.cache.promotions.options = type(options)(mode, 5.0)
-        for lower, write in zip(self.lowers, modes, strict=True):
-            lower.write_mode = write
+        for lower, write, admission in zip(self.lowers, modes, admissions, strict=True):
+            lower.write_mode, lower.admission = write, admission
 
     @invariant()
     def all_agrees(self):
@@ -381,6 +272,10 @@ class LowerMachine(RuleBasedStateMachine):
             for lower in self.lowers:
                 assert lower.used_bytes <= CAPACITY
                 assert not lower.store.wrong, "what is written is what was committed"
+            spaces = self.cache.directory.namespaces.values()
+            here = {hash(key) for space in spaces for key in space.blocks}
+            assert here == self.cache.demand._here.keys(), "all that is here is remembered so"
+            assert not here & self.cache.demand._gone.keys()
 
 
 TestLower = LowerMachine.TestCase

@@ -42,15 +42,17 @@ def test_json_has_a_cell_for_each_policy_and_size(capsys, trace):
     for cell in report["cells"]:
         assert 0 < cell["token_hit_ratio"] <= report["unlimited_hit_ratio"]
         assert cell["token_hit_ratio"] == round(cell["hit_tokens"] / report["tokens"], 6)
-        assert cell["written_bytes"] is None
+        (host,) = cell["tiers"]
+        assert host["written_bytes"] is None
+        assert host["hit_tokens"] == cell["hit_tokens"]
 
 
 def test_sizes_in_bytes_are_cut_into_blocks(capsys, trace):
     options = ReplayOptions([trace], ["lru"], ["16MiB"], block_bytes="1MiB")
     (report,) = reports(capsys, options)
-    lru = report["cells"][0]
-    assert lru["capacity_blocks"] == 16
-    assert lru["written_bytes"] == lru["written_blocks"] << 20
+    (host,) = report["cells"][0]["tiers"]
+    assert host["capacity_blocks"] == 16
+    assert host["written_bytes"] == host["written_blocks"] << 20
 
 
 def test_the_same_trace_gives_the_same_report_again(capsys, trace):
@@ -67,13 +69,76 @@ def test_the_table_names_policies_sizes_and_what_was_replayed(capsys, trace):
     assert "fifo" not in printed.out
 
 
-def test_the_plot_is_an_svg_with_a_line_for_each_policy(trace, tmp_path):
-    plot = tmp_path / "plot.svg"
+TIERS = {
+    "policies": ["lru"],
+    "sizes": ["10%", "20%"],
+    "disks": ["40%"],
+    "redises": ["100%"],
+    "write_modes": ["through", "on_evict"],
+    "admissions": ["always", "second_hit"],
+}
+
+
+def test_tiers_write_modes_and_admissions_are_tried_with_each_other(capsys, trace):
+    (report,) = reports(capsys, ReplayOptions([trace], **TIERS))
+    *cells, _, _ = report["cells"]
+    ways = [(cell["size"], cell["write_mode"], cell["admission"]) for cell in cells]
+    assert ways == [
+        (size, mode, admission)
+        for mode in TIERS["write_modes"]
+        for admission in TIERS["admissions"]
+        for size in ("10% + 40% + 100%", "20% + 40% + 100%")
+    ]
+    for cell in cells:
+        assert [tier["tier"] for tier in cell["tiers"]] == ["host", "disk", "redis"]
+        assert sum(tier["hit_tokens"] for tier in cell["tiers"]) == cell["hit_tokens"]
+        refused = [tier["refused_blocks"] for tier in cell["tiers"][1:]]
+        assert all(refused) == any(refused) == (cell["admission"] == "second_hit")
+
+
+def test_the_bound_has_the_capacity_of_all_tiers(capsys, trace):
+    (report,) = reports(capsys, ReplayOptions([trace], **TIERS))
+    *_, bound, _ = report["cells"]
+    assert (bound["policy"], bound["size"]) == ("MIN", "10% + 40% + 100%")
+    assert bound["tiers"][0]["capacity_blocks"] == 4 + 17 + 44
+    assert bound["token_hit_ratio"] == report["unlimited_hit_ratio"]
+
+
+def test_the_table_shows_what_was_written_to_each_tier(capsys, trace, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "240")
+    run_replay(ReplayOptions([trace], block_bytes="1MiB", **TIERS), as_json=False)
+    printed = capsys.readouterr().out
+    for words in (
+        "lru / auto through second_hit",
+        "disk: written",
+        "redis: evicted at 100%",
+        "MiB",
+    ):
+        assert words in printed
+
+
+def test_cost_goes_by_what_things_cost(capsys, trace):
+    options = {**TIERS, "admissions": ["cost"], "block_bytes": "1MiB"}
+    with pytest.raises(SettingsError, match="--prefill-rate 8000, --bandwidth 1GiB"):
+        run_replay(ReplayOptions([trace], **options), as_json=True)
+    dear = ReplayOptions([trace], prefill_rate=1e9, bandwidth="1GiB", **options)
+    cheap = ReplayOptions([trace], prefill_rate=100.0, bandwidth="1GiB", **options)
+    for found, written in ((dear, False), (cheap, True)):
+        (report,) = reports(capsys, found)
+        assert bool(report["cells"][0]["tiers"][1]["written_blocks"]) == written
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_plot_is_a_picture_of_its_kind(trace, tmp_path, suffix):
+    plot = tmp_path / f"plot.{suffix}"
     run_replay(ReplayOptions([trace], ["lru", "mq"], plot=plot), as_json=True)
-    root = ET.parse(plot).getroot()
-    lines = [each for each in root.iter() if each.tag.endswith("polyline")]
-    assert len(lines) == 3
-    assert {"lru", "mq", "MIN"} <= {each.text for each in root.iter()}
+    if suffix == "png":
+        assert plot.read_bytes().startswith(b"\x89PNG\r\n")
+        assert plot.stat().st_size > 10_000
+    else:
+        text = plot.read_text()
+        assert ET.fromstring(text).tag.endswith("svg")
+        assert all(f"<!-- {name} -->" in text for name in ("lru", "mq", "MIN"))
 
 
 def test_each_trace_has_a_plot_of_its_own(trace, tmp_path):
@@ -88,7 +153,13 @@ def test_each_trace_has_a_plot_of_its_own(trace, tmp_path):
         ({"sizes": ["ten"]}, "The size: .* is not a size"),
         ({"sizes": ["1GiB"]}, "The size 1GiB needs the bytes of one block"),
         ({"block_bytes": "2"}, "The block bytes: .* is not a size"),
-        ({"plot": "plot.png"}, "plot.png is no name for a plot: kvtier writes SVG"),
+        ({"plot": "plot.pdf"}, "plot.pdf is no name for a plot: kvtier writes PNG and SVG"),
+        ({"disks": ["1%"], "write_modes": ["thru"]}, '"thru" is not one of the write modes'),
+        ({"disks": ["1%"], "admissions": ["lerned"]}, "the nearest is learned"),
+        ({"disks": ["x"]}, "The size: .* is not a size"),
+        ({"admissions": ["learned"]}, "Admission is about lower tiers, and there is none"),
+        ({"bandwidth": "fast"}, "The bandwidth: .* is not a size"),
+        ({"prefill_rate": 0.0}, "A prefill rate of 0 tokens a second"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_with_a_sentence(trace, tmp_path, options, said):

@@ -9,9 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from kvtier.core import AdmissionMode, Tier, WriteMode
 from kvtier.policies import POLICIES
+from kvtier.replay.bound import BOUND, bound
 from kvtier.replay.readers import read_trace
-from kvtier.replay.simulator import BOUND, replay
+from kvtier.replay.simulator import LowerSetup, Setup, replay
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 FILES = {
@@ -50,7 +52,9 @@ def trace_of(name):
 @cache
 def ratio(name, size, policy):
     trace = trace_of(name)
-    return replay(trace, policy, trace.distinct * size // 100).hit_ratio(trace)
+    capacity = trace.distinct * size // 100
+    outcome = bound(trace, capacity) if policy == BOUND else replay(trace, Setup(policy, capacity))
+    return outcome.hit_ratio(trace)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +78,35 @@ def test_auto_is_near_the_best_policy_and_not_below_lru(name, size):
     best = max(ratio(name, size, policy) for policy in POLICIES if policy != "auto")
     assert reached >= best - 0.02
     assert reached >= ratio(name, size, "lru") - 0.005
+
+
+TWO_TIERS = {
+    ("conversation", WriteMode.THROUGH): (0.257, 204),
+    ("synthetic", WriteMode.THROUGH): (0.208, 93),
+    ("conversation", WriteMode.ON_EVICT): (0.276, 196),
+    ("synthetic", WriteMode.ON_EVICT): (0.236, 90),
+}
+"""Token hit ratio and thousand blocks written, with 2 % in memory and 8 % on disk, both LRU."""
+
+
+def two_tiers(name, mode, admission):
+    trace = trace_of(name)
+    disk = LowerSetup(Tier.DISK, trace.distinct * 8 // 100, "lru", mode, admission)
+    outcome = replay(trace, Setup("lru", trace.distinct * 2 // 100, (disk,)))
+    return outcome.hit_ratio(trace), outcome.tiers[1].written_blocks
+
+
+@pytest.mark.parametrize(("name", "mode"), TWO_TIERS)
+def test_two_tiers_reach_what_was_measured_of_them(name, mode):
+    ratio, written = two_tiers(name, mode, AdmissionMode.ALWAYS)
+    expected, thousands = TWO_TIERS[name, mode]
+    assert ratio == pytest.approx(expected, abs=TOLERANCE)
+    assert written == pytest.approx(thousands * 1000, rel=0.02)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("mode", [WriteMode.THROUGH, WriteMode.ON_EVICT])
+def test_learned_admission_loses_hardly_a_hit(name, mode):
+    always, _ = two_tiers(name, mode, AdmissionMode.ALWAYS)
+    learned, _ = two_tiers(name, mode, AdmissionMode.LEARNED)
+    assert learned >= always - 0.005

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 from kvtier.policies import POLICIES
-from kvtier.replay.simulator import Cache
+from kvtier.replay.simulator import Hierarchy, Setup
 
 CAPACITY = 600
 AFTER = 2000
@@ -33,11 +33,11 @@ def requests(seed=7):
 
 def hit_ratio(first, second):
     """Return the hit ratio after half of the requests, with what `second` makes of the policy."""
-    cache = Cache(POLICIES[first](), CAPACITY)
+    cache = Hierarchy(Setup(first, CAPACITY))
     hits = asked = 0
     for number, chain in enumerate(requests()):
         if number == AFTER:
-            second(cache)
+            second(cache.host)
         found = cache.serve(chain)
         if number >= AFTER:
             hits, asked = hits + found, asked + len(chain)

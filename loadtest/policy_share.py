@@ -1,0 +1,217 @@
+"""Which share of the server's CPU time goes into its eviction policy, at full load.
+
+    python -m loadtest.policy_share
+
+A real server in a process of its own, with the default policy, whose calls are timed; and processes
+with simulated engines that ask and store as fast as they are answered, but copy nothing. Blocks are
+of the smallest size, so that bytes cost nothing and bookkeeping everything. Chats grow turn by
+turn, and more is stored than the tier holds, so that each block that comes lets another one go. The
+timing itself counts as the policy's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvtier import policies
+from kvtier import protocol as wire
+from kvtier.client import Client, ClientOptions
+from kvtier.config import load_settings
+from kvtier.core import PAGE_BYTES, BlockKey, Role
+from kvtier.policies import EvictionPolicy, PolicyState
+from kvtier.serve import serve
+
+from .lookup import MANIFEST
+from .report import Row, show
+from .rig import RigError
+
+RUNS = 3
+ENGINES = 3
+SECONDS = 15.0
+CAPACITY = 40_000
+CHATS = 600
+TURN_BLOCKS = 24
+TURNS = 12
+START_SECONDS = 30.0
+
+
+class Timed(EvictionPolicy):
+    """A policy whose calls are timed. `seconds` are of all policies in this process."""
+
+    name = "timed"
+    seconds = 0.0
+
+    def __init__(self, inner: EvictionPolicy) -> None:
+        self._inner = inner
+
+    def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
+        """Pass on."""
+        began = time.perf_counter()
+        self._inner.insert(key, weight, parent)
+        Timed.seconds += time.perf_counter() - began
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        """Pass on."""
+        began = time.perf_counter()
+        self._inner.touch(chain)
+        Timed.seconds += time.perf_counter() - began
+
+    def remove(self, key: BlockKey) -> None:
+        """Pass on."""
+        began = time.perf_counter()
+        self._inner.remove(key)
+        Timed.seconds += time.perf_counter() - began
+
+    def evict(self, key: BlockKey) -> None:
+        """Pass on."""
+        began = time.perf_counter()
+        self._inner.evict(key)
+        Timed.seconds += time.perf_counter() - began
+
+    def victims(self) -> Iterator[BlockKey]:
+        """Pass on, and time each step."""
+        began = time.perf_counter()
+        for key in self._inner.victims():
+            Timed.seconds += time.perf_counter() - began
+            yield key
+            began = time.perf_counter()
+        Timed.seconds += time.perf_counter() - began
+
+    def export(self) -> PolicyState:
+        """Pass on."""
+        return self._inner.export()
+
+    def adopt(self, state: PolicyState) -> None:
+        """Pass on."""
+        self._inner.adopt(state)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._inner
+
+
+def measure(policy: str = "auto") -> list[float]:
+    """Return the policy's share of the server's CPU time, run by run. Raises RigError."""
+    found = [_run(policy) for _ in range(RUNS)]
+    rows = [
+        Row("CPU time of the server", [one["cpu"] for one in found], "s"),
+        Row("of that: the policy", [one["policy"] for one in found], "s"),
+        Row("blocks asked for", [one["asked"] for one in found]),
+        Row("blocks stored", [one["stored"] for one in found]),
+        Row("CPU time a block asked for or stored", [_per_block(one) for one in found], "µs", 1e6),
+        Row("share", [one["policy"] / one["cpu"] for one in found]),
+    ]
+    show(f"policy {policy}, {ENGINES} engines, {SECONDS:g} s a run", rows)
+    return [one["policy"] / one["cpu"] for one in found]
+
+
+def _per_block(one: dict[str, float]) -> float:
+    return one["cpu"] / (one["asked"] + one["stored"])
+
+
+def _run(policy: str) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="kvtier-share-") as folder:
+        path = Path(folder) / "kvtier.sock"
+        server = _start("serve", str(path), policy)
+        try:
+            _wait(path, server)
+            engines = [_start("engine", str(path), str(number)) for number in range(ENGINES)]
+            lines = [json.loads(engine.communicate()[0]) for engine in engines]
+        finally:
+            server.send_signal(signal.SIGTERM)
+            said = server.communicate()[0]
+    if not said.strip():
+        raise RigError("the server did not say what it needed")
+    totals = {name: sum(line[name] for line in lines) for name in ("asked", "stored")}
+    return json.loads(said) | totals
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "loadtest.policy_share", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def _wait(path: Path, server: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + START_SECONDS
+    while not path.exists():
+        if server.poll() is not None or time.monotonic() > end:
+            raise RigError("the server did not start")
+        time.sleep(0.05)
+
+
+def run_server(path: str, policy: str) -> None:
+    """Serve until SIGTERM; then print the CPU seconds of the process and of the policy."""
+    inner = policies.POLICIES[policy]
+    policies.POLICIES[policy] = lambda: Timed(inner())  # type: ignore[assignment]
+    given = {
+        "socket": path,
+        "host.capacity": f"{CAPACITY * PAGE_BYTES // 1024}KiB",
+        "host.policy": policy,
+        "http.port": "0",
+        "log.level": "warning",
+    }
+    began = time.process_time()
+    serve(load_settings(None, given))
+    print(json.dumps({"cpu": time.process_time() - began, "policy": Timed.seconds}))
+
+
+def run_engine(path: str, number: int) -> None:
+    """Ask and store for a while; then print how many blocks that were."""
+    hello = wire.Hello(wire.PROTOCOL_VERSION, Role.SCHEDULER, f"share-{number}", 0, MANIFEST)
+    client = Client(ClientOptions(Path(path), deadline=5.0), hello, logging.getLogger("loadtest"))
+    client.start()
+    end = time.monotonic() + START_SECONDS
+    while client.meet() is None:
+        assert time.monotonic() < end, "the server takes connections"
+        time.sleep(0.01)
+    made = random.Random(number)
+    chats: dict[int, list[bytes]] = {}
+    asked = stored = 0
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        chat = min(int(made.expovariate(8 / CHATS)), CHATS - 1)
+        keys = chats.setdefault(chat, [])
+        if len(keys) >= TURNS * TURN_BLOCKS:
+            keys.clear()
+        keys += [made.randbytes(32) for _ in range(TURN_BLOCKS)]
+        asked += len(keys)
+        stored += _request(client, keys)
+    client.close()
+    print(json.dumps({"asked": asked, "stored": stored}))
+
+
+def _request(client: Client, keys: list[bytes]) -> int:
+    """Ask for a prompt's blocks, and store those that are missing. Returns how many these were."""
+    found = client.lookup(b"".join(keys), 0)
+    assert found is not None, dict(client.failures)
+    hits = len(found.slots)
+    new = keys[hits:]
+    above = [b"".join(keys[:hits])] if hits else []
+    granted = client.step(wire.Step(0, need=len(new), above=above))
+    assert granted is not None, dict(client.failures)
+    new = new[: len(granted.slots)]
+    chain = wire.Chain(keys[hits - 1] if hits else b"", b"".join(new), granted.slots)
+    client.send_step(wire.Step(0, commits=[chain], releases=[found.seq]))
+    return len(new)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["serve", path, policy]:
+            run_server(path, policy)
+        case ["engine", path, number]:
+            run_engine(path, int(number))
+        case _:
+            for name in ("auto", "lru"):
+                measure(name)
