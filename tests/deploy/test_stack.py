@@ -34,8 +34,8 @@ WITHOUT_DATA = {
     'ALERTS{alertname=~"Kvtier.*", alertstate="firing"}': "nothing is wrong here",
 }
 """Queries that need have no data, and why."""
-SETTINGS = {"disk": {"codec": "always"}, "loads": {"mode": "always"}}
-"""So that compression and promotion have something to tell, however quick the machine is."""
+SETTINGS = {"disk": {"codec": "always", "admission": "always"}, "loads": {"mode": "always"}}
+"""So that writes, compression and promotion have something to tell, whatever the machine."""
 
 
 def of_engines(expression):

@@ -120,6 +120,7 @@ TIERS = Dashboard(
                         )
                     ],
                     Unit.A_SECOND,
+                    width=6,
                 ),
                 Panel(
                     "Writes",
@@ -131,6 +132,7 @@ TIERS = Dashboard(
                         )
                     ],
                     Unit.A_SECOND,
+                    width=6,
                 ),
                 Panel(
                     "Bytes",
@@ -142,12 +144,27 @@ TIERS = Dashboard(
                         ),
                     ],
                     Unit.BYTES_A_SECOND,
+                    width=6,
+                ),
+                Panel(
+                    "Admission",
+                    "What was said of blocks that were offered: admitted, or why not for now.",
+                    [
+                        Query(
+                            each("tier, outcome", rate("kvtier_admissions_total")),
+                            "{{tier}}, {{outcome}}",
+                        )
+                    ],
+                    Unit.A_SECOND,
+                    Look.AREAS,
+                    width=6,
                 ),
                 Panel(
                     "Waiting for a tier",
                     "Bytes of blocks that are to be read or written, or are just now.",
                     [Query(each("tier, op", f"kvtier_queued_bytes{{{AT}}}"), "{{tier}}, {{op}}")],
                     Unit.BYTES,
+                    width=6,
                 ),
                 Panel(
                     "Compression",
@@ -159,7 +176,7 @@ TIERS = Dashboard(
                             "{{tier}}",
                         )
                     ],
-                    width=4,
+                    width=6,
                 ),
                 Panel(
                     "Time for compression",
@@ -169,7 +186,7 @@ TIERS = Dashboard(
                             each("tier, op", rate("kvtier_codec_seconds_total")), "{{tier}}, {{op}}"
                         )
                     ],
-                    width=4,
+                    width=6,
                 ),
                 Panel(
                     "Stores and writes without room",
@@ -183,6 +200,7 @@ TIERS = Dashboard(
                         ),
                     ],
                     Unit.RATIO,
+                    width=6,
                 ),
             ],
         ),
