@@ -49,8 +49,7 @@ class Cascade:
         }
         self._leaving: set[Block] = set()
         """Go from the host tier as soon as they are written."""
-        if lowers:
-            evictor.demote = self.demote
+        evictor.heir = self
 
     def committed(self, space: Namespace, blocks: Sequence[Block]) -> None:
         """Blocks became visible in the host tier."""
@@ -63,6 +62,11 @@ class Cascade:
         for lower in self._in_mode(*AT_USE):
             for block in lower.lacking(space.records, blocks):
                 self._offer(lower, space, block)
+
+    @property
+    def inherits(self) -> bool:
+        """Whether a tier gets blocks when they leave the host tier."""
+        return bool(self._in_mode(WriteMode.ON_EVICT))
 
     def demote(self, space: Namespace, block: Block) -> bool:
         """Keep a block that is to leave the host tier until it was written.

@@ -7,9 +7,11 @@ any of one's own, that slab is emptied and moves. Runs on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
+from typing import Protocol
 
-from .core import SLOT_INDEX_BITS, EvictReason, Tier
+from .core import SLOT_INDEX_BITS, BlockKey, EvictReason, Tier
 from .demand import Demand
 from .directory import Block, Directory, Namespace
 from .metrics import Metrics
@@ -23,9 +25,15 @@ ROUNDING = 1e-9
 """So that 100 slots at 0.98 keep 2 free, whatever 1 - 0.98 is in binary."""
 
 
-def _goes_at_once(space: Namespace, block: Block) -> bool:  # noqa: ARG001
-    """No lower tier gets it first."""
-    return False
+class Heir(Protocol):
+    """Lower tiers, which get blocks that leave the host tier."""
+
+    @property
+    def inherits(self) -> bool:
+        """Whether any of them wants such blocks at present."""
+
+    def demote(self, space: Namespace, block: Block) -> bool:
+        """Return whether a block stays for now, because a lower tier gets it first."""
 
 
 class Evictor:
@@ -36,8 +44,8 @@ class Evictor:
     ) -> None:
         self.evictions = 0
         self.host = host
-        self.demote: Callable[[Namespace, Block], bool] = _goes_at_once
-        """Whether a block that is to leave stays for now, because a lower tier gets it first."""
+        self.heir: Heir | None = None
+        """Who may want blocks that are to leave."""
         self._directory = directory
         self._demand = demand
         self._tick = 0
@@ -67,26 +75,37 @@ class Evictor:
             pool.draining = True
         if pool.draining:
             short = -self._spare(pool, self.host.options.low_watermark) - space.leaving
-            gone = self._evict(space, min(short, EVICTIONS_AHEAD), self.demote)
+            evict = self._evict
+            if self.heir is not None and self.heir.inherits:
+                evict = partial(self._hand_down, self.heir)
+            gone = evict(space, min(short, EVICTIONS_AHEAD))
             pool.draining = 0 < gone < short
 
     def drop(self, space: Namespace, block: Block, reason: EvictReason) -> None:
         """Make a block invisible; its slot is free at once, or when its last lease ends."""
-        space.remove(block)
         if reason in (EvictReason.CAPACITY, EvictReason.SLAB_MOVE):
             space.pool.policy.evict(block.key)
-            if self._demand is not None:
-                self._demand.left(block.key)
         else:
             space.pool.policy.remove(block.key)
-            if self._demand is not None:
+        self._leave(space, block, reason)
+        self._count(reason, 1)
+
+    def _leave(self, space: Namespace, block: Block, reason: EvictReason) -> None:
+        """A block goes from everywhere but the policy."""
+        space.remove(block)
+        if self._demand is not None:
+            if reason in (EvictReason.CAPACITY, EvictReason.SLAB_MOVE):
+                self._demand.left(block.key)
+            else:
                 self._demand.dropped(block.key)
-        self.evictions += 1
-        self._counted[reason].inc()
         if block.leases:
             space.doomed.add(block)
         else:
             self.host.give_back(space.pool, block.slot)
+
+    def _count(self, reason: EvictReason, blocks: int) -> None:
+        self.evictions += blocks
+        self._counted[reason].inc(blocks)
 
     def unlease(self, space: Namespace, blocks: Iterable[Block]) -> None:
         """End one lease of each block."""
@@ -109,28 +128,37 @@ class Evictor:
         kept_free = int((pool.total + growable) * (1.0 - watermark) + ROUNDING)
         return len(pool.free) + growable - kept_free
 
-    def _evict(
-        self,
-        space: Namespace,
-        count: int,
-        demote: Callable[[Namespace, Block], bool] = _goes_at_once,
-    ) -> int:
-        """Evict up to `count` blocks, coldest first. Returns how many there were.
+    def _evict(self, space: Namespace, count: int) -> int:
+        """Evict up to `count` blocks, coldest first. Returns how many there were."""
+        blocks, continued = space.blocks, space.continued
 
-        Those that `demote` keeps for now are among them.
-        """
-        evicted = 0
-        if count > 0:
-            for key in space.pool.policy.victims():
-                block = space.blocks[key]
-                if block.leases or space.continued(block):
-                    continue
-                if not demote(space, block):
-                    self.drop(space, block, EvictReason.CAPACITY)
-                evicted += 1
-                if evicted == count:
-                    break
+        def goes(key: BlockKey) -> bool:
+            block = blocks[key]
+            if block.leases or continued(block):
+                return False
+            self._leave(space, block, EvictReason.CAPACITY)
+            return True
+
+        evicted = space.pool.policy.make_room(max(count, 0), goes)
+        self._count(EvictReason.CAPACITY, evicted)
         return evicted
+
+    def _hand_down(self, heir: Heir, space: Namespace, count: int) -> int:
+        """Let up to `count` blocks go, coldest first. Returns how many there were.
+
+        What the heir wants stays until the heir has it.
+        """
+        gone = 0
+        for key in space.pool.policy.victims() if count > 0 else ():
+            block = space.blocks[key]
+            if block.leases or space.continued(block):
+                continue
+            if not heir.demote(space, block):
+                self.drop(space, block, EvictReason.CAPACITY)
+            gone += 1
+            if gone == count:
+                break
+        return gone
 
     def _take_over_slab(self, space: Namespace) -> bool:
         """Empty another pool's slab for this one, if it is colder than all slabs here."""

@@ -17,6 +17,7 @@ from .directory import Block, Directory, Namespace
 from .eviction import Evictor
 from .lower import LowerTier
 from .metrics import Metrics
+from .policies import EvictionPolicy
 from .promotion import Promotions
 from .recording import Recorder
 from .sessions import Engine, Limbo, Session
@@ -259,22 +260,28 @@ class Hierarchy:
         """
         self.record_use()
         space, reserved = session.space, session.reserved
-        insert, weight = space.pool.policy.insert, space.pool.slot_bytes
+        policy, weight = space.pool.policy, space.pool.slot_bytes
         outcomes = dict.fromkeys(StoreOutcome, 0)
         fresh: list[Block] = []
+        first = 0
+        """Of `fresh`, from here on the policy does not know them yet: they follow each other."""
+        above = parent
         for key, slot in zip(keys, slots, strict=True):
-            if slot not in reserved:
-                outcomes[StoreOutcome.UNKNOWN_SLOT] += 1
-            elif key in space.blocks:
-                reserved.discard(slot)
-                self.host.give_back(space.pool, slot)
-                outcomes[StoreOutcome.DUPLICATE] += 1
-            else:
+            if slot in reserved and key not in space.blocks:
                 reserved.discard(slot)
                 fresh.append(self._stored(space.add(key, parent, slot), parent))
-                insert(key, weight, parent or None)
-                outcomes[StoreOutcome.COMMITTED] += 1
+            else:
+                if slot not in reserved:
+                    outcomes[StoreOutcome.UNKNOWN_SLOT] += 1
+                else:
+                    reserved.discard(slot)
+                    self.host.give_back(space.pool, slot)
+                    outcomes[StoreOutcome.DUPLICATE] += 1
+                self._order(policy, fresh[first:], weight, above)
+                first, above = len(fresh), key
             parent = key
+        self._order(policy, fresh[first:], weight, above)
+        outcomes[StoreOutcome.COMMITTED] = len(fresh)
         self.evictor.use(space.pool, slots)
         self.tenants.tally(tenant).stored_blocks += outcomes[StoreOutcome.COMMITTED]
         for outcome, blocks in outcomes.items():
@@ -324,6 +331,13 @@ class Hierarchy:
         for block in blocks:
             self.evictor.drop(space, block, EvictReason.RESET)
         return len(blocks)
+
+    def _order(
+        self, policy: EvictionPolicy, blocks: Sequence[Block], weight: int, parent: BlockKey
+    ) -> None:
+        """Tell the policy of new blocks that follow each other."""
+        if blocks:
+            policy.insert([block.key for block in blocks], weight, parent or None)
 
     def _stored(self, block: Block, parent: BlockKey) -> Block:
         """A block became visible: remember it."""

@@ -78,7 +78,12 @@ class LowerTier:
         """What was there at the start is in the index."""
         self.queued_write_bytes = 0
         self.evictions = 0
-        self._metrics = metrics
+        self._reads = {
+            outcome: metrics.reads.labels(self.tier, outcome or "failed")
+            for outcome in (None, *ReadOutcome)
+        }
+        self._writes = {one: metrics.writes.labels(self.tier, one) for one in WriteOutcome}
+        self._evictions = {one: metrics.evictions.labels(self.tier, one) for one in EvictReason}
         self._clock = clock
         self._steps = Steps(post)
         self._pool = Pool(store.tier, options.threads, post)
@@ -168,7 +173,7 @@ class LowerTier:
             self.measures.read_ends(len(into), moved)
             if outcome in (ReadOutcome.MISSING, ReadOutcome.CORRUPT):
                 self._index.remove(space.digest, key)
-            self._metrics.reads.labels(self.tier, outcome or "failed").inc()
+            self._reads[outcome].inc()
             done(outcome or ReadOutcome.MISSING)
 
         work = self._unless_down(partial(self.store.read, space, key, into, decoded.append))
@@ -195,7 +200,7 @@ class LowerTier:
         keep up drops what comes.
         """
         if (refusal := self._refusal(space, len(payload))) is not None:
-            self._metrics.writes.labels(self.tier, refusal).inc()
+            self._writes[refusal].inc()
             return refusal
         size = len(payload) + PAGE_BYTES
         victims = self._evict(self.used_bytes + self._reserved + size - self._capacity)
@@ -215,7 +220,7 @@ class LowerTier:
             if self.health.judge(job) and job.result is not None:
                 self._wrote(space, key, parent, job.result)
                 outcome = WriteOutcome.WRITTEN
-            self._metrics.writes.labels(self.tier, outcome).inc()
+            self._writes[outcome].inc()
             done(outcome)
             self._wipe_what_is_quiet()
 
@@ -321,7 +326,7 @@ class LowerTier:
 
     def _evicted(self, count: int, reason: EvictReason) -> None:
         self.evictions += count
-        self._metrics.evictions.labels(self.tier, reason).inc(count)
+        self._evictions[reason].inc(count)
 
     def _drop(self, victims: dict[str, list[BlockKey]]) -> None:
         for namespace, keys in victims.items():

@@ -22,6 +22,8 @@ from .tiers.speed import WEIGHT, Speed
 
 T = TypeVar("T")
 
+OPERATIONS = ("find", "read", "write")
+
 
 class Measures:
     """The measures of one tier."""
@@ -34,9 +36,16 @@ class Measures:
         self.coding = Coding(options.codec, decoders)
         self.queued_read_bytes = 0
         self._write_seconds: float | None = None
-        self._tier = tier
-        self._metrics = metrics
         self._clock = clock
+        # Looked up once: a label costs as much as all that is measured of a block.
+        self._seconds = {op: metrics.tier_seconds.labels(tier, op) for op in OPERATIONS}
+        self._codec_seconds = {
+            op: metrics.codec_seconds.labels(tier, op) for op in ("encode", "decode")
+        }
+        self._read_bytes = metrics.read_bytes.labels(tier)
+        self._written_bytes = metrics.written_bytes.labels(tier)
+        self._raw_bytes = metrics.codec_raw_bytes.labels(tier)
+        self._stored_bytes = metrics.codec_stored_bytes.labels(tier)
 
     def found(self, job: Job[int]) -> None:
         """A question was answered."""
@@ -52,7 +61,7 @@ class Measures:
         """It is over, or was taken back."""
         self.queued_read_bytes -= size
         self.speed.ended(self._clock(), moved)
-        self._metrics.read_bytes.labels(self._tier).inc(moved)
+        self._read_bytes.inc(moved)
 
     def read(self, job: Job[ReadOutcome], size: int, decoded: Sequence[Coded]) -> None:
         """A read came back; `decoded` is what decompressing took, if there was any."""
@@ -60,7 +69,7 @@ class Measures:
             coded = decoded[0] if decoded else Coded(size, size)
             job.seconds -= coded.seconds
             self.coding.read(*coded)
-            self._metrics.codec_seconds.labels(self._tier, "decode").inc(coded.seconds)
+            self._codec_seconds["decode"].inc(coded.seconds)
         self._observe("read", job)
 
     def wrote(self, job: Job[Written]) -> None:
@@ -71,10 +80,10 @@ class Measures:
             self._write_seconds = averaged(self._write_seconds, job.seconds, WEIGHT)
             if coded.raw_bytes:
                 self.coding.encoded(coded.raw_bytes, coded.stored_bytes)
-            self._metrics.codec_raw_bytes.labels(self._tier).inc(coded.raw_bytes)
-            self._metrics.codec_stored_bytes.labels(self._tier).inc(coded.stored_bytes)
-            self._metrics.codec_seconds.labels(self._tier, "encode").inc(coded.seconds)
-            self._metrics.written_bytes.labels(self._tier).inc(written.record_bytes)
+            self._raw_bytes.inc(coded.raw_bytes)
+            self._stored_bytes.inc(coded.stored_bytes)
+            self._codec_seconds["encode"].inc(coded.seconds)
+            self._written_bytes.inc(written.record_bytes)
         self._observe("write", job)
 
     def expected(self, size: int) -> float | None:
@@ -91,4 +100,4 @@ class Measures:
         return load, self._write_seconds
 
     def _observe(self, op: str, job: Job[T]) -> None:
-        self._metrics.tier_seconds.labels(self._tier, op).observe(job.seconds)
+        self._seconds[op].observe(job.seconds)

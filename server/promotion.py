@@ -52,6 +52,11 @@ class Promotions:
         self._evictor = evictor
         self._lowers = lowers
         self._metrics = metrics
+        self._promoted = {
+            (lower.tier, became): metrics.promotions.labels(lower.tier, became)
+            for lower in lowers
+            for became in PromoteOutcome
+        }
         self._clock = clock
         self._later = later
         self._waiting: dict[tuple[int, int], Waiting] = {}
@@ -218,7 +223,7 @@ class Promotions:
         space = waiting.session.space
         slot = self._evictor.make_room(space, min(len(waiting.todo) + 1, READS_AT_ONCE))
         if slot is None:
-            self._metrics.promotions.labels(lower.tier, PromoteOutcome.NO_SLOT).inc()
+            self._promoted[lower.tier, PromoteOutcome.NO_SLOT].inc()
             return None
         key, parent = waiting.keys[at], waiting.keys[at - 1] if at else b""
         one = Incoming(space, key, parent, slot, lower)
@@ -257,7 +262,7 @@ class Promotions:
     def _arrived(self, one: Incoming, outcome: ReadOutcome) -> None:
         self._came(one)
         block, became = self._place(one, outcome)
-        self._metrics.promotions.labels(one.source.tier, became).inc()
+        self._promoted[one.source.tier, became].inc()
         for waiting, at in list(one.waiters.items()):
             waiting.awaited.pop(at, None)
             if block is None:
@@ -280,7 +285,7 @@ class Promotions:
         resident = space.blocks.get(one.key)
         if outcome is ReadOutcome.READ and not one.discarded and resident is None:
             block = space.add(one.key, one.parent, one.slot)
-            space.pool.policy.insert(one.key, space.pool.slot_bytes, one.parent or None)
+            space.pool.policy.insert([one.key], space.pool.slot_bytes, one.parent or None)
             self.promoted(block, one.parent)
             self._evictor.use(space.pool, [one.slot])
             return block, PromoteOutcome.PROMOTED

@@ -71,7 +71,7 @@ class RecordIndex:
         self._changed.add(name)
         if self._put(namespace, key, record_bytes):
             above = self._name(namespace, parent) if parent else None
-            self.policy.insert(name, record_bytes, above)
+            self.policy.insert([name], record_bytes, above)
 
     def grew(self, namespace: str, first: int, overhead_bytes: int) -> None:
         """Count what a write took of the medium beside the record."""
@@ -149,7 +149,7 @@ class RecordIndex:
             if key in (waiting := self._unordered.get(namespace, set())):
                 waiting.discard(key)
                 size = self._shelves[namespace][key[0]][key]
-                self.policy.insert(self._name(namespace, key), size, None)
+                self.policy.insert([self._name(namespace, key)], size, None)
 
     def _open(self, namespace: str) -> list[Shelf]:
         shelves = self._shelves.get(namespace)

@@ -7,7 +7,7 @@ Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain as joined
 from typing import ClassVar
 
@@ -33,7 +33,13 @@ class ARC(EvictionPolicy):
         self._target = 0.0
         """Bytes that blocks used once may take before they go first."""
 
-    def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
+    def insert(self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None) -> None:
+        """Take in blocks, one after the other."""
+        for key in keys:
+            self._insert(key, weight, parent)
+            parent = key
+
+    def _insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
         """Take in a block as used once; a ghost shifts the target and counts as used again."""
         nodes = self._nodes
         assert key not in nodes, "a block is inserted once"
@@ -114,11 +120,10 @@ class ARC(EvictionPolicy):
         )
         self._target = state.learnt.get("target", 0.0)
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._nodes
+    @property
+    def resident(self) -> Collection[BlockKey]:
+        """The blocks that are there."""
+        return self._nodes
 
     def _recall(self, key: BlockKey, weight: int) -> int:
         """Return a ghost's uses, and shift the target for it."""

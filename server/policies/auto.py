@@ -4,12 +4,12 @@ How long a count of uses should count depends on the traffic and on the size of 
 (caches of keys without bytes, one for each life) see each request and count the hits that they
 would have had; the best one's life is taken. To be cheap they see every 8th block of a chain, by
 position, with an 8th of the capacity: contiguous prefixes stay contiguous, and the ranking hardly
-changes. Sampling blocks by hash would tear the prefixes apart.
+changes; of large tiers they see fewer. Sampling blocks by hash would tear the prefixes apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -19,10 +19,12 @@ from .mq import MQ
 
 LIVES = (0.1, 0.5, 1.0, 4.0)
 FIRST_LIFE = 0.5
-STEP = 8
-"""Shadows see one block of a chain in this many."""
-SHADOW_BLOCKS_AT_LEAST = 32
-"""Of a small tier they see more, so that a shadow holds at least this many blocks."""
+STEP, STEP_AT_MOST = 8, 128
+"""Shadows see one block of a chain in this many: the most where the tier is large."""
+SHADOW_BLOCKS, SHADOW_BLOCKS_AT_LEAST = 1024, 32
+"""A shadow of a large tier holds about the first, and one of a small tier at least the second."""
+SLACK_SHARE = 32
+"""A shadow may hold as much more than it should, its blocks ÷ this, so that it evicts seldom."""
 PERIOD = 100
 """Requests between choices."""
 DECAY = 0.95
@@ -32,7 +34,7 @@ LEAD = 1.01
 
 
 class Auto(MQ):
-    """Self-tuned MQ. Every operation is O(1) a block."""
+    """Self-tuned MQ."""
 
     name: ClassVar[str] = "auto"
 
@@ -48,7 +50,8 @@ class Auto(MQ):
         step, room = STEP, None
         if self._room is not None:
             self._room = max(self._room, len(self))
-            step = max(min(STEP, self._room // SHADOW_BLOCKS_AT_LEAST), 1)
+            step = min(max(STEP, self._room // SHADOW_BLOCKS), STEP_AT_MOST)
+            step = max(min(step, self._room // SHADOW_BLOCKS_AT_LEAST), 1)
             room = self._room // step
         sampled = chain[::step]
         for shadow in self._shadows:
@@ -62,6 +65,12 @@ class Auto(MQ):
         """Take out a block and remember its uses."""
         self._room = len(self)
         super().evict(key)
+
+    def make_room(self, count: int, goes: Callable[[BlockKey], bool]) -> int:
+        """Evict up to `count` blocks that may go, coldest first. Returns how many."""
+        if count:
+            self._room = len(self)
+        return super().make_room(count, goes)
 
     def export(self) -> PolicyState:
         """Return what MQ returns, and the hits of each life; the shadows stay behind."""
@@ -98,26 +107,11 @@ class _Shadow:
     def request(self, chain: Sequence[BlockKey], room: int | None) -> None:
         """Serve a request from at most `room` blocks; None sets no bound."""
         mq = self.mq
-        hits = 0
-        for key in chain:
-            if key not in mq:
-                break
-            hits += 1
+        hits = mq.leading(chain)
         self.hits += hits
         mq.touch(chain)
-        parent = None
-        for key in chain:
-            if key not in mq:
-                mq.insert(key, 1, parent)
-            parent = key
-        if room is not None and len(mq) > room:
-            self._evict(len(mq) - room, chain[:hits])
-
-    def _evict(self, excess: int, leased: Sequence[BlockKey]) -> None:
-        kept = set(leased)
-        for key in self.mq.victims():
-            if key not in kept:
-                self.mq.evict(key)
-                excess -= 1
-                if not excess:
-                    break
+        if hits < len(chain):
+            mq.fill(chain, hits, 1)
+        if room is not None and (excess := len(mq) - room) > room // SLACK_SHARE:
+            leased = set(chain[:hits])
+            mq.make_room(excess, lambda key: key not in leased)

@@ -6,13 +6,13 @@ of one tier from coldest to hottest and keeps parents hotter than their children
 loses its tail before its head.
 
 One request counts as one use of each of its blocks: one `touch` of the whole chain that it asked
-for, and an `insert` for each block that was not there. Weights are in bytes.
+for, and an `insert` of what was not there. Weights are in bytes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
@@ -51,7 +51,7 @@ class PolicyState:
 
 
 class EvictionPolicy(ABC):
-    """Orders blocks for eviction. Each operation takes O(1) or O(log n) a block.
+    """Orders blocks for eviction. Each operation takes O(1) or O(log n) a block, or less.
 
     A block leaves in one of two ways: `evict` says that it went for room, and that it is worth
     remembering; `remove` that it was dropped and means nothing.
@@ -60,8 +60,11 @@ class EvictionPolicy(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
-        """Take in a block of `weight` bytes that is not resident, colder than its `parent`."""
+    def insert(self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None) -> None:
+        """Take in blocks of `weight` bytes each, none of them resident, each colder than the last.
+
+        They follow each other in a chain; the first one continues `parent`.
+        """
 
     @abstractmethod
     def touch(self, chain: Sequence[BlockKey]) -> None:
@@ -77,6 +80,20 @@ class EvictionPolicy(ABC):
     def evict(self, key: BlockKey) -> None:
         """Take out a resident block that goes for room. It may be remembered as a ghost."""
         self.remove(key)
+
+    def make_room(self, count: int, goes: Callable[[BlockKey], bool]) -> int:
+        """Evict up to `count` of the victims: those of which `goes` says so. Returns how many.
+
+        `goes` makes no call of this policy.
+        """
+        left = count
+        for key in self.victims() if count else ():
+            if goes(key):
+                self.evict(key)
+                left -= 1
+                if not left:
+                    break
+        return count - left
 
     @abstractmethod
     def victims(self) -> Iterator[BlockKey]:
@@ -98,13 +115,40 @@ class EvictionPolicy(ABC):
         Call it once, on a policy that is empty.
         """
 
+    @property
     @abstractmethod
+    def resident(self) -> Collection[BlockKey]:
+        """The blocks that are there, as a live view in which to look one up takes O(1)."""
+
+    def leading(self, chain: Sequence[BlockKey]) -> int:
+        """Return how many blocks of a chain are resident, from the first one on."""
+        resident = self.resident
+        for at, key in enumerate(chain):
+            if key not in resident:
+                return at
+        return len(chain)
+
+    def fill(self, chain: Sequence[BlockKey], start: int, weight: int) -> int:
+        """Take in what is not resident of a chain from `start` on. Returns how many that was."""
+        resident = self.resident
+        filled, at, end = 0, start, len(chain)
+        while at < end:
+            begin = at
+            while at < end and chain[at] not in resident:
+                at += 1
+            if at > begin:
+                self.insert(chain[begin:at], weight, chain[begin - 1] if begin else None)
+                filled += at - begin
+            at += 1
+        return filled
+
     def __len__(self) -> int:
         """Return the number of resident blocks."""
+        return len(self.resident)
 
-    @abstractmethod
     def __contains__(self, key: object) -> bool:
         """Return whether the block is resident."""
+        return key in self.resident
 
 
 def credited_uses(blocks: Sequence[Known]) -> list[int]:

@@ -6,7 +6,7 @@ next to go while a later request's blocks continue it waits until they are gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 from ..core import BlockKey
@@ -24,7 +24,13 @@ class FIFO(EvictionPolicy):
         self._ring = TreeNode(b"", 0)
         self._newest: TreeNode | None = None
 
-    def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
+    def insert(self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None) -> None:
+        """Take in blocks, one after the other."""
+        for key in keys:
+            self._insert(key, weight, parent)
+            parent = key
+
+    def _insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
         """Take in a block as the newest, or just below its parent if that came right before."""
         assert key not in self._nodes, "a block is inserted once"
         above = None if parent is None else self._nodes.get(parent)
@@ -67,8 +73,7 @@ class FIFO(EvictionPolicy):
         for node in self._nodes.values():
             node.link_below(self._ring)
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._nodes
+    @property
+    def resident(self) -> Collection[BlockKey]:
+        """The blocks that are there."""
+        return self._nodes

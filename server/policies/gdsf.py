@@ -10,7 +10,7 @@ frequency caching policy" (HP, 1998).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
@@ -41,7 +41,13 @@ class GDSF(EvictionPolicy):
         """Worth of the block that was evicted last."""
         self._requests = 0
 
-    def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
+    def insert(self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None) -> None:
+        """Take in blocks, one after the other."""
+        for key in keys:
+            self._insert(key, weight, parent)
+            parent = key
+
+    def _insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
         """Take in a block; its parent is no leaf any more."""
         assert key not in self._nodes, "a block is inserted once"
         above = None if parent is None else self._nodes.get(parent)
@@ -126,11 +132,10 @@ class GDSF(EvictionPolicy):
             if not node.children:
                 self._enter(node)
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._nodes
+    @property
+    def resident(self) -> Collection[BlockKey]:
+        """The blocks that are there."""
+        return self._nodes
 
     def _enter(self, node: _Node) -> None:
         """Put a leaf on the heap, instead of where it was."""

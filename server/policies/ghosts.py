@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
+from itertools import islice, repeat
 
 from ..core import BlockKey
 
@@ -32,17 +32,30 @@ class Ghosts:
         if len(ghosts) > most:
             self.trim(most)
 
+    def remember_all(self, evicted: Iterable[BlockKey], uses: int) -> None:
+        """Keep the `uses` of several evicted blocks; `trim` what is too many then."""
+        self._uses.update(zip(map(hash, evicted), repeat(uses)))
+
     def trim(self, most: int) -> None:
         """Forget the oldest ghosts if there are clearly more than `most`."""
         ghosts = self._uses
         excess = len(ghosts) - most
         if excess > TRIMMED_AT_ONCE or excess > most // SLACK_SHARE:
-            for oldest in list(islice(ghosts, min(excess, TRIMMED_AT_ONCE))):
+            for oldest in list(islice(ghosts, excess)):
                 del ghosts[oldest]
 
     def recall(self, key: BlockKey) -> int:
         """Return and forget how often a block had been used; 0 if it is no ghost."""
         return self._uses.pop(hash(key), 0)
+
+    def recall_all(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Return and forget how often each block had been used."""
+        forget = self._uses.pop
+        return [forget(name, 0) for name in map(hash, keys)]
+
+    def has_none_of(self, keys: Iterable[BlockKey]) -> bool:
+        """Return whether none of the keys is a ghost."""
+        return self._uses.keys().isdisjoint(map(hash, keys))
 
     def copy(self) -> Ghosts:
         """Return an independent copy."""

@@ -10,23 +10,17 @@ MOST_USES = 255
 """Counts of uses stop here: nothing looks at more, and integers up to here take no memory."""
 
 
-class Node:
-    """One block's place in a list, or a list's sentinel.
+class Link:
+    """A place in a list, or a list's sentinel.
 
-    From a sentinel, `hotter` is the coldest block of its list and `colder` the hottest.
+    From a sentinel, `hotter` is the coldest of its list and `colder` the hottest.
     """
 
-    __slots__ = ("colder", "hotter", "key", "parent", "uses", "weight")
+    __slots__ = ("colder", "hotter")
     colder: Self
     hotter: Self
 
-    def __init__(
-        self: Self, key: BlockKey, weight: int, parent: BlockKey | None = None, uses: int = 1
-    ) -> None:
-        self.key = key
-        self.weight = weight
-        self.parent = parent
-        self.uses = uses
+    def __init__(self: Self) -> None:
         self.colder = self
         self.hotter = self
 
@@ -43,6 +37,21 @@ class Node:
         below.hotter = self
 
     def unlink(self) -> None:
-        """Leave a list. The links of this node stay, so that a walk may go on from it."""
+        """Leave a list. The links of this one stay, so that a walk may go on from it."""
         self.colder.hotter = self.hotter
         self.hotter.colder = self.colder
+
+
+class Node(Link):
+    """One block in a list."""
+
+    __slots__ = ("key", "parent", "uses", "weight")
+
+    def __init__(
+        self, key: BlockKey, weight: int, parent: BlockKey | None = None, uses: int = 1
+    ) -> None:
+        super().__init__()
+        self.key = key
+        self.weight = weight
+        self.parent = parent
+        self.uses = uses

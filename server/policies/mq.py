@@ -12,13 +12,15 @@ its parent has and is touched before it, so the list keeps children below their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import groupby
+from typing import ClassVar, Self
 
 from ..core import BlockKey
 from .base import EvictionPolicy, Known, PolicyState, credited_uses
 from .ghosts import Ghosts
-from .links import MOST_USES, Node
+from .links import MOST_USES
+from .runs import Run, Runs, chains_of, coldest_first, known_of, walk_runs
 
 QUEUES = 8
 LEVELS = [max(uses.bit_length() - 1, 0) for uses in range(MOST_USES + 1)]
@@ -28,24 +30,27 @@ LIFE = 1.0
 GHOSTS_A_LIFE, GHOSTS_AT_LEAST, GHOSTS_AT_MOST = 4, 1, 4
 """Ghosts kept, as multiples of the resident blocks: a count counts for a few lives."""
 SETTLED_AT_ONCE = 256
-"""Blocks that one call moves down from one queue at most, so that no call takes long."""
+"""Runs that one call moves down from one queue at most, so that no call takes long."""
+SETTLED_A_LIFE = 64
+"""Times within a life that queues are looked through for what has been idle for longer."""
 STAMP_ACCESSES = 64
 """Accesses that share one time stamp while nothing is touched."""
 
 
 class MQ(EvictionPolicy):
-    """MQ with 8 queues. Every operation is O(1) a block."""
+    """MQ with 8 queues."""
 
     name: ClassVar[str] = "mq"
 
     def __init__(self, life: float = LIFE) -> None:
-        self._nodes: dict[BlockKey, _Node] = {}
-        self._queues = [_Node(b"", 0) for _ in range(QUEUES)]
+        self._runs: Runs[_Run] = Runs()
+        self._queues = [_Run([], 0, None, 0) for _ in range(QUEUES)]
         self._ghosts = Ghosts()
         self._now = 0
         """Block accesses so far: time, as far as lives are concerned."""
         self._stamp = 0
-        """The time that accesses carry now: one integer for many blocks, to save memory."""
+        """The time that accesses carry now: the same for some, so that they can be one run."""
+        self._settled_until = 0
         self.life = life
 
     @property
@@ -56,74 +61,105 @@ class MQ(EvictionPolicy):
     @life.setter
     def life(self, life: float) -> None:
         self._life = life
+        self._settled_until = 0
         self._ghosts_share = min(max(GHOSTS_A_LIFE * life, GHOSTS_AT_LEAST), GHOSTS_AT_MOST)
 
-    def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
-        """Take in a block at the hot end of the queue of its uses, ghosts' uses included."""
-        nodes = self._nodes
-        assert key not in nodes, "a block is inserted once"
-        above = None if parent is None else nodes.get(parent)
-        seen = self._ghosts.recall(key)
-        uses, level = 1, 0
-        if seen:
-            uses = min(seen + 1, MOST_USES if above is None else above.uses)
-            level = LEVELS[uses]
-        if above is not None and above.level <= level:
-            level = above.level
-        else:
-            above = self._queues[level]
-        self._now += 1
+    def insert(self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None) -> None:
+        """Take in blocks at the hot ends of the queues of their uses, ghosts' uses included."""
+        if self._ghosts.has_none_of(keys):
+            self._insert(keys, weight, parent, 1)
+            return
+        most = MOST_USES
+        if parent is not None and (above := self._runs.of.get(parent)) is not None:
+            most = above.uses
+        seen = self._ghosts.recall_all(keys)
+        at = 0
+        for uses, alike in groupby(seen):
+            end = at + len(list(alike))
+            most = min(uses + 1, most) if uses else 1
+            self._insert(keys[at:end], weight, parent, most)
+            at, parent = end, keys[end - 1]
+
+    def _insert(
+        self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None, uses: int
+    ) -> None:
+        level = LEVELS[uses]
+        above = None if parent is None else self._runs.ending_with(parent)
+        self._now += len(keys)
         if self._now - self._stamp > STAMP_ACCESSES:
             self._stamp = self._now
-        node = nodes[key] = _Node(key, weight, parent, uses)
-        node.level = level
-        node.since = self._stamp
-        node.link_below(above)
+        if above is not None and above.level <= level:
+            level = above.level
+            if (above.uses, above.since, above.weight) == (uses, self._stamp, weight):
+                self._runs.extend(above, keys)
+                return
+        else:
+            above = self._queues[level]
+        run = _Run(list(keys), weight, parent, uses)
+        run.level = level
+        run.since = self._stamp
+        run.link_below(above)
+        self._runs.add(run)
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Move the chain's blocks to the hot ends of their queues, heads above tails."""
         self._settle()
+        chain = list(chain)
         stamp, found = self._now, 0
         above, level = None, QUEUES
-        for node in map(self._nodes.get, chain):
-            if node is None or node is above:
+        at, end, run_of = 0, len(chain), self._runs.of.get
+        while at < end:
+            if (run := run_of(chain[at])) is None:
+                at = self._runs.next_resident(chain, at)
                 continue
-            found += 1
-            uses = node.uses
+            run = self._runs.cut_out(run, chain, at)
+            blocks = len(run.keys)
+            at += blocks
+            if run is above:
+                continue
+            found += blocks
+            uses = run.uses
             if uses < MOST_USES:
-                node.uses = uses = uses + 1
-            node.since = stamp
+                run.uses = uses = uses + 1
+            run.since = stamp
             if above is None or LEVELS[uses] < level:
                 level = LEVELS[uses]
                 above = self._queues[level]
-            if above.colder is not node:
-                node.unlink()
-                node.link_below(above)
-            node.level = level
-            above = node
+            if above.colder is not run:
+                run.unlink()
+                run.link_below(above)
+            run.level = level
+            above = run
         self._now += found
         self._stamp = stamp
 
     def remove(self, key: BlockKey) -> None:
         """Forget a resident block."""
-        self._nodes.pop(key).unlink()
+        self._runs.remove(key)
 
     def evict(self, key: BlockKey) -> None:
         """Take out a block and remember its uses."""
-        most = int(self._ghosts_share * len(self._nodes))
-        node = self._nodes.pop(key)
-        node.unlink()
-        self._ghosts.remember(key, node.uses, most)
+        most = int(self._ghosts_share * len(self._runs.of))
+        run = self._runs.remove(key)
+        self._ghosts.remember(key, run.uses, most)
+
+    def make_room(self, count: int, goes: Callable[[BlockKey], bool]) -> int:
+        """Evict up to `count` blocks that may go, coldest first. Returns how many."""
+        self._settle()
+        most = int(self._ghosts_share * len(self._runs.of))
+        left = count
+        for queue in self._queues:
+            for gone, uses in self._runs.make_room(queue, left, goes) if left else ():
+                left -= len(gone)
+                self._ghosts.remember_all(gone, uses)
+        self._ghosts.trim(most)
+        return count - left
 
     def victims(self) -> Iterator[BlockKey]:
         """Yield blocks from the lowest queue's coldest on."""
         self._settle()
         for queue in self._queues:
-            node = queue.hotter
-            while node is not queue:
-                hotter = node.hotter
-                yield node.key
-                node = hotter
+            yield from coldest_first(walk_runs(queue))
 
     def export(self) -> PolicyState:
         """Return the blocks in order, with their uses, the ghosts, and what makes up the queues."""
@@ -131,11 +167,9 @@ class MQ(EvictionPolicy):
         learnt = {"life": self.life}
         for level, queue in enumerate(self._queues):
             before = len(blocks)
-            node = queue.hotter
-            learnt[f"idle {level}"] = self._now - node.since
-            while node is not queue:
-                blocks.append(Known(node.key, node.weight, node.uses, node.parent))
-                node = node.hotter
+            learnt[f"idle {level}"] = self._now - queue.hotter.since
+            for run in walk_runs(queue):
+                blocks += known_of(run)
             learnt[f"length {level}"] = len(blocks) - before
         return PolicyState(tuple(blocks), self._ghosts.copy(), learnt)
 
@@ -146,50 +180,60 @@ class MQ(EvictionPolicy):
             levels = [level for level in range(QUEUES) for _ in range(lengths[level])]
         else:
             levels = [LEVELS[uses] for uses in credited_uses(state.blocks)]
-        for known, level in zip(state.blocks, levels, strict=True):
-            node = self._nodes[known.key] = _Node(*known.node())
-            node.level = level
-            node.link_below(self._queues[level])
+        for stretch, level in chains_of(state.blocks, levels):
+            first = stretch[0]
+            run = _Run([one.key for one in stretch], first.weight, first.parent, first.uses)
+            run.level = level
+            run.link_below(self._queues[level])
+            self._runs.add(run)
         for level, length in enumerate(lengths):
             self._age(level, length, int(state.learnt.get(f"idle {level}", 0)))
         self._ghosts = state.ghosts.copy()
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._nodes
+    @property
+    def resident(self) -> Collection[BlockKey]:
+        """The blocks that are there."""
+        return self._runs.of
 
     def _age(self, level: int, length: int, idle: int) -> None:
-        """Let the coldest block of a queue have been idle for `idle` accesses, and others less."""
-        node = self._queues[level].hotter
-        for at in range(length):
-            node.since = self._now - idle * (length - at) // length
-            node = node.hotter
+        """Let the coldest run of a queue have been idle for `idle` accesses, and others less."""
+        at = 0
+        for run in walk_runs(self._queues[level]):
+            run.since = self._now - idle * (length - at) // max(length, 1)
+            at += len(run.keys)
 
     def _settle(self) -> None:
         """Move blocks that were idle for longer than their life down one queue."""
-        oldest = self._now - self._life * len(self._nodes)
+        if self._now < self._settled_until:
+            return
+        life = self._life * len(self._runs.of)
+        self._settled_until = self._now + int(life) // SETTLED_A_LIFE
+        oldest = self._now - life
         for level in range(1, QUEUES):
             queue = self._queues[level]
             for _ in range(SETTLED_AT_ONCE):
-                node = queue.hotter
-                if node is queue or node.since >= oldest:
+                run = queue.hotter
+                if run is queue or run.since >= oldest:
                     break
-                node.unlink()
-                node.link_below(self._queues[level - 1])
-                node.level = level - 1
-                node.since = self._now
+                run.unlink()
+                run.link_below(self._queues[level - 1])
+                run.level = level - 1
+                run.since = self._now
 
 
-class _Node(Node):
-    """A block of MQ: its queue, and the time of its last use or move down."""
+class _Run(Run):
+    """A run of MQ: its queue, and the time of its last use or move down."""
 
     __slots__ = ("level", "since")
 
     def __init__(
-        self, key: BlockKey, weight: int, parent: BlockKey | None = None, uses: int = 1
+        self, keys: list[BlockKey], weight: int, parent: BlockKey | None, uses: int
     ) -> None:
-        super().__init__(key, weight, parent, uses)
+        super().__init__(keys, weight, parent, uses)
         self.level = 0
         self.since = 0
+
+    def cut(self, at: int) -> Self:
+        other = super().cut(at)
+        other.level, other.since = self.level, self.since
+        return other

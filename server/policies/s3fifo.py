@@ -8,7 +8,7 @@ queues are all you need for cache eviction" (SOSP 2023).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 from ..core import BlockKey
@@ -37,7 +37,13 @@ class S3FIFO(EvictionPolicy):
         self._ghosts = Ghosts()
         self._newest: _Node | None = None
 
-    def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
+    def insert(self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None) -> None:
+        """Take in blocks, one after the other."""
+        for key in keys:
+            self._insert(key, weight, parent)
+            parent = key
+
+    def _insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
         """Take in a block as the newest of the small queue, or of the main one if it is a ghost.
 
         A request's blocks that come one after the other stand tail first.
@@ -107,11 +113,10 @@ class S3FIFO(EvictionPolicy):
             self._bytes[node.queue] += node.weight
         self._ghosts = state.ghosts.copy()
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._nodes
+    @property
+    def resident(self) -> Collection[BlockKey]:
+        """The blocks that are there."""
+        return self._nodes
 
     def _next_queue(self, last: Sequence[_Node]) -> int | None:
         """Return the queue that is next to give a block, beyond the `last` that were passed."""

@@ -7,7 +7,7 @@ one after the other, are one list from cold to hot, as in MQ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 from ..core import BlockKey
@@ -34,7 +34,13 @@ class SLRU(EvictionPolicy):
         self._bytes = 0
         self._protected_bytes = 0
 
-    def insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
+    def insert(self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None) -> None:
+        """Take in blocks, one after the other."""
+        for key in keys:
+            self._insert(key, weight, parent)
+            parent = key
+
+    def _insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
         """Take in a block on probation; a ghost is protected, unless its parent is not."""
         assert key not in self._nodes, "a block is inserted once"
         above = None if parent is None else self._nodes.get(parent)
@@ -99,11 +105,10 @@ class SLRU(EvictionPolicy):
             self._protected_bytes += node.weight if node.protected else 0
         self._ghosts = state.ghosts.copy()
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._nodes
+    @property
+    def resident(self) -> Collection[BlockKey]:
+        """The blocks that are there."""
+        return self._nodes
 
     def _take_out(self, key: BlockKey) -> _Node:
         node = self._nodes.pop(key)

@@ -99,24 +99,11 @@ class Cache:
 
     def prefix(self, chain: Sequence[BlockKey]) -> int:
         """Return how many blocks of the chain are there, from the first one on."""
-        resident = self.policy.__contains__
-        hits = 0
-        for key in chain:
-            if not resident(key):
-                break
-            hits += 1
-        return hits
+        return self.policy.leading(chain)
 
     def store(self, chain: Sequence[BlockKey], start: int) -> None:
         """Take in what is not there of a chain from `start` on, as far as the tier can hold it."""
-        resident, insert = self.policy.__contains__, self.policy.insert
-        before = len(self.policy)
-        parent = chain[start - 1] if start else None
-        for key in chain[start : self.capacity]:
-            if not resident(key):
-                insert(key, 1, parent)
-            parent = key
-        self.written_blocks += len(self.policy) - before
+        self.written_blocks += self.policy.fill(chain[: self.capacity], start, 1)
 
     def evict(self, kept: Sequence[BlockKey], leaves: Callable[[BlockKey], None] | None) -> None:
         """Evict down to the capacity, but nothing of `kept`. `leaves` is told before each goes."""
@@ -124,16 +111,15 @@ class Cache:
         if excess <= 0:
             return
         leased = set(kept)
-        evict = self.policy.evict
-        for key in self.policy.victims():
-            if key not in leased:
-                if leaves is not None:
-                    leaves(key)
-                evict(key)
-                self.evictions += 1
-                excess -= 1
-                if not excess:
-                    return
+
+        def goes(key: BlockKey) -> bool:
+            if key in leased:
+                return False
+            if leaves is not None:
+                leaves(key)
+            return True
+
+        self.evictions += self.policy.make_room(excess, goes)
 
     def outcome(self) -> TierOutcome:
         """Return the counts at this moment."""
@@ -236,9 +222,6 @@ class _Lower(Cache):
 
     def write(self, key: BlockKey, parent: BlockKey) -> None:
         if len(self.policy) >= self.capacity:
-            for victim in self.policy.victims():
-                self.policy.evict(victim)
-                self.evictions += 1
-                break
-        self.policy.insert(key, 1, parent or None)
+            self.evictions += self.policy.make_room(1, lambda _: True)
+        self.policy.insert([key], 1, parent or None)
         self.written_blocks += 1

@@ -205,7 +205,11 @@ class LowerMachine(RuleBasedStateMachine):
     def memory_is_short(self, count):
         """Other traffic drives blocks out of the host tier."""
         space = next(iter(self.cache.directory.namespaces.values()))
-        self.cache.evictor._evict(space, count, self.cache.evictor.demote)
+        evictor = self.cache.evictor
+        if evictor.heir.inherits:
+            evictor._hand_down(evictor.heir, space, count)
+        else:
+            evictor._evict(space, count)
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), keys=st.sampled_from(PROMPTS), start=st.integers(0, 2))

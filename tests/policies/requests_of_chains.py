@@ -43,7 +43,7 @@ class Tier:
         parent = None
         for key in chain:
             if key not in self.parents:
-                self.policy.insert(key, 10, parent)
+                self.policy.insert([key], 10, parent)
                 self.parents[key] = parent
             parent = key
 

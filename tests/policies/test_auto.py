@@ -24,7 +24,7 @@ class Served:
         parent = None
         for key in chain:
             if key not in self.resident:
-                self.policy.insert(key, 1, parent)
+                self.policy.insert([key], 1, parent)
                 self.resident.add(key)
             parent = key
         for key in self.policy.victims():

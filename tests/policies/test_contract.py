@@ -129,7 +129,7 @@ def test_a_swap_keeps_the_ghosts(name, heir):
     successor = POLICIES[heir]()
     successor.adopt(tier.policy.export())
     assert gone in successor.export().ghosts
-    successor.insert(gone, 10, None)
+    successor.insert([gone], 10, None)
     assert gone not in successor.export().ghosts
 
 
@@ -159,7 +159,7 @@ def test_a_parent_may_be_dropped_under_its_children(name):
     tier.policy.remove(key_of((0, 1)))
     policy = tier.policy
     assert len(policy) == 3
-    policy.insert(key_of((0, 1)), 10, key_of((0,)))
+    policy.insert([key_of((0, 1))], 10, key_of((0,)))
     policy.touch(chain_of((0, 1, 2)))
     for key in policy.victims():
         policy.evict(key)

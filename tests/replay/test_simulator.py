@@ -199,7 +199,7 @@ def test_a_prefix_may_come_from_both_tiers_in_turn():
     cache.serve([b"a", b"b", b"c"])
     cache.host.policy.evict(b"c")
     cache.host.policy.evict(b"b")
-    cache.host.policy.insert(b"c", 1, None)
+    cache.host.policy.insert([b"c"], 1, None)
     assert cache.serve([b"a", b"b", b"c", b"d"]) == 3
     host, disk = cache.outcome().tiers
     assert (host.hit_blocks, disk.hit_blocks) == (2, 1)
