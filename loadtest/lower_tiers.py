@@ -43,8 +43,13 @@ PAIRS_SECONDS = 120.0
 """After the least number of pairs, more are asked for only so long."""
 DISK_THREADS = 4
 """The default of disk.threads."""
-PATIENT = "redis: {timeout_seconds: 5}"
-"""A busy machine must not cost blocks: each is written once."""
+SETTINGS = """
+host: {policy: lru}
+disk: {admission: always}
+redis: {timeout_seconds: 5}
+"""
+"""What is asked for in turn leaves the host tier in turn. All is written, and a busy machine must not
+cost blocks: each is written once."""
 DISK, REDIS, HOST, DEVICE = "disk", "redis", "host", "device"
 LOAD_SECONDS_METRIC = "kvtier_engine_load_seconds_total"
 WAIT_SECONDS_METRIC = "kvtier_wait_seconds_sum"
@@ -95,7 +100,10 @@ def disk() -> Loads:
     """Measure hits from the disk tier. Takes about four minutes."""
     with tempfile.TemporaryDirectory(prefix="kvtier-disk-") as folder:
         blocks = Path(folder) / "blocks"
-        with rig(WITH, capacity=HOST_CAPACITY, lower=("--disk", str(blocks))) as running:
+        settings = Path(folder) / "kvtier.yaml"
+        settings.write_text(SETTINGS)
+        lower = ("--disk", str(blocks), "--config", str(settings))
+        with rig(WITH, capacity=HOST_CAPACITY, lower=lower) as running:
             prompts = _prompts(running, DISK)
             fio = FioReads(sorted(blocks.rglob("*.kv")), Path(folder) / "links", DISK_THREADS)
             loads = _measure(running, DISK, prompts, fio.speed)
@@ -110,7 +118,7 @@ def redis() -> Loads:
         bare = ends.enter_context(bare_reads(server, "unix"))
         folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-redis-"))
         settings = Path(folder) / "kvtier.yaml"
-        settings.write_text(PATIENT)
+        settings.write_text(SETTINGS)
         lower = ("--redis", server.url("unix"), "--config", str(settings))
         running = ends.enter_context(rig(WITH, capacity=HOST_CAPACITY, lower=lower))
         loads = _measure(running, REDIS, _prompts(running, REDIS), bare)
