@@ -48,8 +48,8 @@ host: {policy: lru}
 disk: {admission: always}
 redis: {timeout_seconds: 5}
 """
-"""What is asked for in turn leaves the host tier in turn. All is written, and a busy machine must not
-cost blocks: each is written once."""
+"""What is asked for in turn leaves the host tier in turn. All is written, and a busy machine must
+not cost blocks: each is written once."""
 DISK, REDIS, HOST, DEVICE = "disk", "redis", "host", "device"
 LOAD_SECONDS_METRIC = "kvtier_engine_load_seconds_total"
 WAIT_SECONDS_METRIC = "kvtier_wait_seconds_sum"

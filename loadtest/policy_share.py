@@ -147,7 +147,8 @@ def run_server(path: str, policy: str) -> None:
     sampler = Sampler()
     began = time.process_time()
     sampler.start()
-    serve(load_settings(None, given))
+    settings = load_settings(None, given)
+    serve(settings, lambda: settings)
     sampler.stop()
     total = sampler.samples.total()
     found = {part: count / total for part, count in sampler.samples.items()}

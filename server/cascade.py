@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from .admission import Price, Throttle, judge
+from .admission import Price, judge
 from .core import AdmitOutcome, EvictReason, Tier, WriteMode, WriteOutcome
 from .demand import Demand
 from .directory import Block, Namespace
@@ -20,6 +20,8 @@ from .eviction import Evictor
 from .lower import LowerTier
 from .metrics import Metrics
 
+OFFERED_AT_A_USE = 32
+"""Blocks that one use offers to a tier; the next one offers more. So the loop is not held."""
 AT_USE = (WriteMode.THROUGH, WriteMode.ON_REUSE)
 """Modes in which a tier is offered what is used again."""
 
@@ -41,7 +43,6 @@ class Cascade:
         self._lowers = lowers
         self._demand = demand
         self._clock = clock
-        self._throttles = {lower.tier: Throttle(lower.options.write_rate) for lower in lowers}
         self._counted = {
             (lower.tier, outcome): metrics.admissions.labels(lower.tier, outcome)
             for lower in lowers
@@ -60,8 +61,9 @@ class Cascade:
     def used(self, space: Namespace, blocks: Sequence[Block]) -> None:
         """Blocks of the host tier were used again."""
         for lower in self._in_mode(*AT_USE):
-            for block in lower.lacking(space.records, blocks):
-                self._offer(lower, space, block)
+            if lower.takes(space.records, space.pool.slot_bytes):
+                for block in lower.lacking(space.records, blocks)[:OFFERED_AT_A_USE]:
+                    self._offer(lower, space, block)
 
     @property
     def inherits(self) -> bool:
@@ -97,7 +99,7 @@ class Cascade:
                             left -= space.pool.slot_bytes
 
     def _in_mode(self, *modes: WriteMode) -> list[LowerTier]:
-        return [lower for lower in self._lowers if lower.write_mode in modes]
+        return [lower for lower in self._lowers if lower.options.write_mode in modes]
 
     def _offer(self, lower: LowerTier, space: Namespace, block: Block) -> bool:
         """Write a block to a tier that has not got it, if it takes it. Returns whether that began.
@@ -124,10 +126,9 @@ class Cascade:
         """Ask for admission, and count the answer."""
         size = space.pool.slot_bytes
         price = partial(_price, lower, space)
-        outcome = judge(lower.admission, self._demand, block.key, price)
-        if outcome is AdmitOutcome.ADMITTED and not self._throttles[lower.tier].lets(
-            size, self._clock()
-        ):
+        outcome = judge(lower.options.admission, self._demand, block.key, price)
+        admitted = outcome is AdmitOutcome.ADMITTED
+        if admitted and not lower.throttle.lets(size, self._clock()):
             outcome = AdmitOutcome.THROTTLED
         self._counted[lower.tier, outcome].inc()
         return outcome is not AdmitOutcome.ADMITTED

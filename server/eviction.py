@@ -7,7 +7,7 @@ any of one's own, that slab is emptied and moves. Runs on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from .tiers.host import HostTier, OwnedSlab, Pool
 
 EVICTIONS_AHEAD = 256
 """Blocks evicted at once beyond what is needed now, so that the loop is never held for long."""
+PASSED_AT_MOST = 1024
+"""Blocks that one eviction may pass over before it says so."""
 
 
 ROUNDING = 1e-9
@@ -46,6 +48,8 @@ class Evictor:
         self.host = host
         self.heir: Heir | None = None
         """Who may want blocks that are to leave."""
+        self.held_up: Callable[[Namespace], object] = _nobody
+        """Is told of a namespace in which eviction passed over many blocks that may not go."""
         self._directory = directory
         self._demand = demand
         self._tick = 0
@@ -63,6 +67,10 @@ class Evictor:
             if not self._take_over_slab(space) and not self._evict(space, wanted):
                 return None
         return self.host.take(pool)
+
+    def exchange(self, space: Namespace) -> int | None:
+        """Evict one block of the namespace and return a taken slot, or None if nothing may go."""
+        return self.host.take(space.pool) if self._evict(space, 1) else None
 
     def spare(self, pool: Pool) -> int:
         """Return how many free slots can be taken without passing the high watermark."""
@@ -131,16 +139,21 @@ class Evictor:
     def _evict(self, space: Namespace, count: int) -> int:
         """Evict up to `count` blocks, coldest first. Returns how many there were."""
         blocks, continued = space.blocks, space.continued
+        passed = 0
 
         def goes(key: BlockKey) -> bool:
+            nonlocal passed
             block = blocks[key]
             if block.leases or continued(block):
+                passed += 1
                 return False
             self._leave(space, block, EvictReason.CAPACITY)
             return True
 
         evicted = space.pool.policy.make_room(max(count, 0), goes)
         self._count(EvictReason.CAPACITY, evicted)
+        if passed > PASSED_AT_MOST:
+            self.held_up(space)
         return evicted
 
     def _hand_down(self, heir: Heir, space: Namespace, count: int) -> int:
@@ -148,21 +161,25 @@ class Evictor:
 
         What the heir wants stays until the heir has it.
         """
-        gone = 0
+        gone = passed = 0
         for key in space.pool.policy.victims() if count > 0 else ():
             block = space.blocks[key]
             if block.leases or space.continued(block):
+                passed += 1
                 continue
             if not heir.demote(space, block):
                 self.drop(space, block, EvictReason.CAPACITY)
             gone += 1
             if gone == count:
                 break
+        if passed > PASSED_AT_MOST:
+            self.held_up(space)
         return gone
 
     def _take_over_slab(self, space: Namespace) -> bool:
         """Empty another pool's slab for this one, if it is colder than all slabs here."""
-        own = min((slab.last_used for slab in space.pool.slabs.values()), default=self._tick + 1)
+        kept = [slab.last_used for slab in space.pool.slabs.values() if not slab.closing]
+        own = min(kept, default=self._tick + 1)
         for other, number, owned in self._others(space):
             if owned.last_used >= own:
                 return False
@@ -182,6 +199,10 @@ class Evictor:
             for other in self._directory.namespaces.values()
             if other is not space
             for number, owned in other.pool.slabs.items()
-            if owned.slab.size >= space.pool.slot_bytes
+            if owned.slab.size >= space.pool.slot_bytes and not owned.closing
         ]
         return sorted(slabs, key=lambda found: found[2].last_used)
+
+
+def _nobody(space: Namespace) -> None:
+    """Nobody keeps blocks there."""

@@ -17,7 +17,9 @@ def check_integrity(hierarchy: Hierarchy) -> None:
         policy = space.pool.policy
         assert len(policy) == len(space.blocks), "the policy knows exactly the visible blocks"
         assert all(key in policy for key in space.blocks), "and no other ones"
+        assert all(key in space.blocks for key in space.uses), "uses are of heads that are there"
         _check_children(space)
+    _check_pins(hierarchy)
 
 
 def _check_slots(hierarchy: Hierarchy, space: Namespace) -> None:
@@ -27,15 +29,10 @@ def _check_slots(hierarchy: Hierarchy, space: Namespace) -> None:
         for number, owned in pool.slabs.items()
         for index in range(owned.slots)
     ]
-    held = [block.slot for block in space.blocks.values()]
-    held += [block.slot for block in space.doomed]
-    for engine in hierarchy.engines.values():
-        for session in engine.sessions.values():
-            held += session.reserved if session.space is space else ()
-        for lost in engine.limbo:
-            held += lost.reserved if lost.space is space else ()
-    held += [one.slot for one in hierarchy.promotions.incoming if one.space is space]
-    assert sorted(pool.free + held) == sorted(whole), "slots free + held = total, each once"
+    held = hierarchy.held_slots(space)
+    closing = {number for number, owned in pool.slabs.items() if owned.closing}
+    whole = [slot for slot in whole if slot >> SLOT_INDEX_BITS not in closing or slot in held]
+    assert sorted([*pool.free, *held]) == sorted(whole), "slots free + held = total, each once"
     taken = Counter(slot >> SLOT_INDEX_BITS for slot in held)
     for number, owned in pool.slabs.items():
         assert owned.used == taken[number], "a slab counts its taken slots"
@@ -49,6 +46,16 @@ def _check_children(space: Namespace) -> None:
     assert all(anchor.children for anchor in space.anchors.values()), "an anchor has children"
 
 
+def _check_pins(hierarchy: Hierarchy) -> None:
+    sizes: dict[Block, int] = {}
+    for pin in hierarchy.pins:
+        sizes |= dict.fromkeys(pin.blocks, pin.space.pool.slot_bytes)
+        assert pin.blocks, "a pin holds something"
+        keys = [block.key for block in pin.blocks]
+        assert pin.space.prefix(keys, 0) == pin.blocks, "what is pinned is visible"
+    assert hierarchy.pins.pinned_bytes == sum(sizes.values()), "each pinned block counts once"
+
+
 def _check_leases(hierarchy: Hierarchy, space: Namespace) -> None:
     held: Counter[Block] = Counter()
     for engine in hierarchy.engines.values():
@@ -59,6 +66,10 @@ def _check_leases(hierarchy: Hierarchy, space: Namespace) -> None:
         for lost in engine.limbo:
             held.update(lost.leased if lost.space is space else ())
     held.update(block for _, block in hierarchy.cascade.writing)
+    for prefetch in hierarchy.prefetches.active:
+        held.update(prefetch.blocks if prefetch.space is space else ())
+    for pin in hierarchy.pins.of(space):
+        held.update(pin.blocks)
     for block in [*space.blocks.values(), *space.doomed]:
         assert block.leases == held[block], "leases are those of sessions and limbo"
     assert all(block.leases for block in space.doomed), "a dropped block waits only for leases"

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import Protocol, TypeVar
 
+from .admission import Throttle
 from .core import PAGE_BYTES, BlockKey, EvictReason, ReadOutcome, WriteOutcome
 from .health import Health, LeftAlone
 from .lower_options import LowerOptions
@@ -69,8 +70,7 @@ class LowerTier:
         self.store = store
         self.tier = store.tier
         self.options = options
-        self.write_mode = options.write_mode
-        self.admission = options.admission
+        self.throttle = Throttle(options.write_rate)
         self.measures = Measures(store.tier, options, metrics, clock)
         self.health = Health(store.tier, options.breaker, metrics, clock)
         self.health.full = self._give_up_some
@@ -87,7 +87,7 @@ class LowerTier:
         self._clock = clock
         self._steps = Steps(post)
         self._pool = Pool(store.tier, options.threads, post)
-        self._index = RecordIndex(POLICIES[options.policy]())
+        self.index = RecordIndex(POLICIES[options.policy]())
         self._reserved = 0
         """Bytes of writes under way."""
         self._busy: Counter[str] = Counter()
@@ -103,20 +103,24 @@ class LowerTier:
     @property
     def used_bytes(self) -> int:
         """What the medium gave for the records that this tier answers for."""
-        return self._index.used_bytes
+        return self.index.used_bytes
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self.index)
 
     def holds(self, space: Space, key: BlockKey) -> bool:
         """Return whether the index has the block, and it may be used now."""
-        return self._usable(space) and self._index.has(space.digest, key)
+        return self._usable(space) and self.index.has(space.digest, key)
+
+    def takes(self, space: Space, size: int) -> bool:
+        """Return whether a block of `size` bytes would be written now."""
+        return self._refusal(space, size) is None
 
     def lacking(self, space: Space, blocks: Sequence[B]) -> list[B]:
         """Return the blocks that the index has not got; none while it can't be used."""
         if not self._usable(space):
             return []
-        has = self._index.has
+        has = self.index.has
         return [block for block in blocks if not has(space.digest, block.key)]
 
     def askable(self, space: Space) -> bool:
@@ -125,10 +129,18 @@ class LowerTier:
 
     def touch(self, space: Space, keys: Sequence[BlockKey]) -> None:
         """Record one use of a chain."""
-        self._index.touch(space.digest, keys)
+        self.index.touch(space.digest, keys)
 
     def _usable(self, space: Space) -> bool:
         return self.health.up and space.digest not in self._wiping
+
+    def retune(self, options: LowerOptions) -> None:
+        """Go by other options from now on. Policy and threads stay; what is too much goes."""
+        self.options = options
+        self.throttle.rate = options.write_rate
+        self.measures.coding.mode = options.codec
+        self.health.breaker.options = options.breaker
+        self._steps.hand_in(self._fit)
 
     # Work.
 
@@ -145,11 +157,22 @@ class LowerTier:
                 self.measures.found(job)
                 count = job.result
                 for key in keys[count:]:  # Redis lost it, or what it continues: write it again.
-                    self._index.remove(space.digest, key)
+                    self.index.remove(space.digest, key)
             done(count)
 
         work = self._unless_down(partial(self.store.find, space, keys))
         return self._pool.submit(Urgency.REQUEST, work, answered)
+
+    def peek(
+        self, space: Space, keys: Sequence[BlockKey], done: Callable[[int | None], None]
+    ) -> None:
+        """Ask the medium as `find` does, but measure and learn nothing; None if it can't say."""
+
+        def answered(job: Job[int]) -> None:
+            done(job.result if self.health.judge(job) else None)
+
+        work = self._unless_down(partial(self.store.find, space, keys))
+        self._pool.submit(Urgency.PREFETCH, work, answered)
 
     def read(
         self,
@@ -172,7 +195,7 @@ class LowerTier:
             moved = len(into) if outcome is ReadOutcome.READ else 0
             self.measures.read_ends(len(into), moved)
             if outcome in (ReadOutcome.MISSING, ReadOutcome.CORRUPT):
-                self._index.remove(space.digest, key)
+                self.index.remove(space.digest, key)
             self._reads[outcome].inc()
             done(outcome or ReadOutcome.MISSING)
 
@@ -229,7 +252,7 @@ class LowerTier:
 
     def drop(self, space: Space, keys: Sequence[BlockKey], reason: EvictReason) -> None:
         """Remove records of blocks that are wrong or not wanted."""
-        self._evicted(sum(self._index.remove(space.digest, key) for key in keys), reason)
+        self._evicted(sum(self.index.remove(space.digest, key) for key in keys), reason)
         if self.health.up:
             self._drop({space.digest: list(keys)})
 
@@ -281,7 +304,7 @@ class LowerTier:
     def _refusal(self, space: Space, size: int) -> WriteOutcome | None:
         if not self._usable(space):
             return WriteOutcome.DOWN
-        room = self._capacity - self._index.overhead_bytes
+        room = self._capacity - self.index.overhead_bytes
         if not self.health.writable or size + PAGE_BYTES > room:
             return WriteOutcome.FULL
         if self.queued_write_bytes + size > self.options.queue_bytes:
@@ -301,9 +324,9 @@ class LowerTier:
         self.queued_write_bytes -= size
 
     def _wrote(self, space: Space, key: BlockKey, parent: BlockKey, written: Written) -> None:
-        self._index.grew(space.digest, key[0], written.overhead_bytes)
+        self.index.grew(space.digest, key[0], written.overhead_bytes)
         if space.digest not in self._wiping:
-            self._index.add(space.digest, key, written.record_bytes, parent)
+            self.index.add(space.digest, key, written.record_bytes, parent)
 
     # Room.
 
@@ -316,7 +339,7 @@ class LowerTier:
         victims: dict[str, list[BlockKey]] = {}
         freed = 0
         if size > 0:
-            for one in islice(self._index.coldest(), DROPS_AT_ONCE):
+            for one in islice(self.index.coldest(), DROPS_AT_ONCE):
                 victims.setdefault(one.namespace, []).append(one.key)
                 freed += one.record_bytes
                 if freed >= size:
@@ -339,7 +362,7 @@ class LowerTier:
 
     def _forget_some(self, digest: str) -> None:
         """Take a namespace out of the index, a part at a time; then its records can go."""
-        forgotten = self._index.forget(digest, FORGOTTEN_AT_ONCE)
+        forgotten = self.index.forget(digest, FORGOTTEN_AT_ONCE)
         self._evicted(forgotten, EvictReason.RESET)
         if forgotten:
             self._steps.hand_in(partial(self._forget_some, digest))
@@ -365,7 +388,7 @@ class LowerTier:
     def _look(self) -> None:
         self._look_again = float("inf")
         self._looking_since = self._clock()
-        self._index.begin_look()
+        self.index.begin_look()
         self._pool.submit(Urgency.UPKEEP, self._scan, self._looked)
 
     def _scan(self) -> None:
@@ -373,10 +396,10 @@ class LowerTier:
         order = Order()
         for listing in self.store.scan():
             order.note(listing)
-            self._steps.hand_in(partial(self._index.take_in, listing))
+            self._steps.hand_in(partial(self.index.take_in, listing))
         found = order.coldest_first()
         for at in range(0, len(found), ORDERED_AT_ONCE):
-            self._steps.hand_in(partial(self._index.order, found[at : at + ORDERED_AT_ONCE]))
+            self._steps.hand_in(partial(self.index.order, found[at : at + ORDERED_AT_ONCE]))
 
     def _looked(self, job: Job[None]) -> None:
         self._steps.hand_in(partial(self._all_known, self.health.judge(job)))
@@ -388,4 +411,11 @@ class LowerTier:
         if well and not self.scanned:
             self.scanned = True
             log.info("the %s tier holds %d blocks", self.tier, len(self))
-        self._drop(self._evict(self.used_bytes + self._reserved - self._capacity))
+        self._fit()
+
+    def _fit(self) -> None:
+        """Give up what is above the capacity, some of it in each turn of the loop."""
+        excess = self.used_bytes + self._reserved - self._capacity
+        if excess > 0 and (victims := self._evict(excess)):
+            self._drop(victims)
+            self._steps.hand_in(self._fit)

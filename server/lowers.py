@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from .coding import CodecMode
 from .config import Settings
@@ -26,8 +27,6 @@ TICK_SECONDS = 0.25
 DRAIN_POLL_SECONDS = 0.02
 OFFERS_A_TURN = 16
 """Blocks that are offered to a tier at the end before the loop does something else."""
-SLOW_SECONDS = 2.0
-"""A call to the disk that takes longer counts as a failure."""
 QUEUE_SHARE = 8
 """Blocks that wait to be written take the host tier's capacity ÷ this at most: they stay there."""
 
@@ -42,39 +41,47 @@ def lower_tiers(
     settings: Settings, metrics: Metrics, post: Callable[[Callable[[], None]], object]
 ) -> list[LowerTier]:
     """Return the tiers below the host tier, the faster first. Raises SettingsError."""
-    tiers = []
-    disk, redis = settings.disk, settings.redis
-    queue = settings.host.capacity // QUEUE_SHARE
-    if disk.path is not None:
-        options = LowerOptions(
-            capacity_bytes=disk.capacity,
-            policy=disk.policy,
-            write_mode=WriteMode(disk.write_mode),
-            admission=AdmissionMode(disk.admission),
-            write_rate=disk.write_rate,
-            codec=_codec("disk.codec", CodecMode(disk.codec)),
-            threads=disk.threads,
-            queue_bytes=queue,
-            stuck_seconds=2 * SLOW_SECONDS,
-            breaker=BreakerOptions(slow=SLOW_SECONDS),
+    makers = {Tier.DISK: _disk, Tier.REDIS: _redis}
+    return [
+        LowerTier(makers[tier](settings), options_of(tier, settings), metrics, time.monotonic, post)
+        for tier in configured(settings)
+    ]
+
+
+def options_of(tier: Tier, settings: Settings) -> LowerOptions:
+    """Return the options of a lower tier. Raises SettingsError."""
+    section = settings.disk if tier is Tier.DISK else settings.redis
+    slow, threads = settings.disk.slow_seconds, settings.disk.threads
+    stuck = 2 * slow
+    if tier is Tier.REDIS:
+        slow, threads = settings.redis.timeout_seconds, settings.redis.connections
+        stuck = 4 * slow
+    return LowerOptions(
+        capacity_bytes=section.capacity,
+        policy=section.policy,
+        write_mode=WriteMode(section.write_mode),
+        admission=AdmissionMode(section.admission),
+        write_rate=section.write_rate,
+        codec=_codec(f"{tier}.codec", CodecMode(section.codec)),
+        threads=threads,
+        queue_bytes=settings.host.capacity // QUEUE_SHARE,
+        stuck_seconds=stuck,
+        breaker=BreakerOptions(failures=section.failures, slow=slow),
+    )
+
+
+def retune(tier: LowerTier, settings: Settings) -> None:
+    """Let a tier go by other settings from now on. Raises SettingsError."""
+    tier.retune(options_of(tier.tier, settings))
+    store = tier.store
+    if isinstance(store, DiskStore):
+        store.options = replace(store.options, free_floor_bytes=settings.disk.keep_free)
+    if isinstance(store, RedisStore):
+        store.options = replace(
+            store.options,
+            ttl_seconds=settings.redis.ttl_seconds,
+            timeout_seconds=settings.redis.timeout_seconds,
         )
-        store: RecordStore = DiskStore(DiskOptions(disk.path, disk.keep_free))
-        tiers.append(LowerTier(store, options, metrics, time.monotonic, post))
-    if redis.url is not None:
-        options = LowerOptions(
-            capacity_bytes=redis.capacity,
-            policy=redis.policy,
-            write_mode=WriteMode(redis.write_mode),
-            admission=AdmissionMode(redis.admission),
-            write_rate=redis.write_rate,
-            codec=_codec("redis.codec", CodecMode(redis.codec)),
-            threads=redis.connections,
-            queue_bytes=queue,
-            stuck_seconds=4 * redis.timeout_seconds,
-            breaker=BreakerOptions(slow=redis.timeout_seconds),
-        )
-        tiers.append(LowerTier(_redis(settings), options, metrics, time.monotonic, post))
-    return tiers
 
 
 def _codec(key: str, mode: CodecMode) -> CodecMode:
@@ -91,6 +98,12 @@ def _codec(key: str, mode: CodecMode) -> CodecMode:
         log.warning("%s is auto, and nothing is compressed: %s", key, missing)
         return CodecMode.NONE
     return mode
+
+
+def _disk(settings: Settings) -> RecordStore:
+    disk = settings.disk
+    assert disk.path is not None, "there is a disk tier"
+    return DiskStore(DiskOptions(disk.path, disk.keep_free))
 
 
 def _redis(settings: Settings) -> RecordStore:

@@ -91,6 +91,8 @@ class Readings:
             metrics.capacity_bytes.labels(reading.tier).set(reading.capacity_bytes)
             metrics.used_bytes.labels(reading.tier).set(reading.used_bytes)
             metrics.blocks.labels(reading.tier).set(reading.blocks)
+            if reading.host is not None:
+                metrics.pinned_bytes.set(reading.host.pinned_bytes)
             for state, count in (reading.host.slots if reading.host else {}).items():
                 metrics.slots.labels(state).set(count)
             if (lower := reading.lower) is not None:
@@ -116,6 +118,8 @@ class Readings:
                 high_watermark=options.high_watermark,
                 low_watermark=options.low_watermark,
                 huge_pages=host.huge,
+                pinned_bytes=self._cache.pins.pinned_bytes,
+                pins_at_most_bytes=self._cache.pins.budget_bytes,
             ),
         )
 
@@ -145,7 +149,7 @@ def _lower(lower: LowerTier) -> TierReading:
         evictions=lower.evictions,
         lower=LowerDetails(
             up=lower.health.up,
-            write_mode=lower.write_mode,
+            write_mode=lower.options.write_mode,
             breaker=lower.health.breaker.state,
             scanned=lower.scanned,
             queued_read_bytes=lower.measures.queued_read_bytes,

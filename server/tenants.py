@@ -79,6 +79,13 @@ class Tenants:
             found = self._named[tenant] = Tally(tenant)
         return found
 
+    def below_device(self) -> tuple[int, int]:
+        """Return the tokens that kvtier's tiers were asked for since the start, and served."""
+        tallies = [*self._shared.values(), *self._named.values()]
+        asked = sum(tally.asked[Tier.HOST] for tally in tallies)
+        below = [tier for tier in Tier if tier is not Tier.DEVICE]
+        return asked, sum(tally.hit[tier] for tally in tallies for tier in below)
+
     def readings(self) -> list[TenantReading]:
         """Return the totals of each tenant that was seen, in the order of their first requests."""
         tallies = [*self._shared.values(), *self._named.values()]

@@ -42,6 +42,8 @@ class OwnedSlab:
     used: int = 0
     """Slots that are taken: committed, reserved or in limbo."""
     last_used: int = 0
+    closing: bool = False
+    """Its slots are handed out no more: it goes when the last one is given back."""
 
 
 @dataclass(slots=True)
@@ -58,8 +60,8 @@ class Pool:
 
     @property
     def total(self) -> int:
-        """Slots in all."""
-        return sum(owned.slots for owned in self.slabs.values())
+        """Slots in all, without those of slabs that go."""
+        return sum(owned.slots for owned in self.slabs.values() if not owned.closing)
 
 
 class HostTier:
@@ -72,20 +74,36 @@ class HostTier:
         self._slabs: dict[int, Slab] = {}
         self._unowned: list[Slab] = []
         self._mapped: dict[int, memoryview] = {}
+        self._made = 0
         self._metrics = metrics
 
     async def allocate(self) -> None:
-        """Make all slabs in a thread; each can be used at once. Raises StartError."""
-        for number, size in enumerate(self._sizes()):
-            slab = await asyncio.to_thread(make_slab, number, size, self.options.huge_pages)
-            self._slabs[number] = slab
+        """Make slabs up to the capacity, in a thread; each can be used at once.
+
+        Raises StartError.
+        """
+        while (size := self._missing()) > 0:
+            self._made += 1
+            slab = await asyncio.to_thread(make_slab, self._made - 1, size, self.options.huge_pages)
+            self._slabs[slab.number] = slab
             self._unowned.insert(0, slab)
 
-    def _sizes(self) -> list[int]:
-        whole, rest = divmod(self.options.capacity_bytes, self.slab_bytes)
+    def _missing(self) -> int:
+        """Return the size of the next slab to make; 0 if there is none."""
+        rest = min(self.options.capacity_bytes - self.total_bytes, self.slab_bytes)
         always = self.options.huge_pages is HugePages.ALWAYS
-        rest -= rest % (HUGE_PAGE_BYTES if always else PAGE_BYTES)
-        return [self.slab_bytes] * whole + ([rest] if rest else [])
+        return rest - rest % (HUGE_PAGE_BYTES if always else PAGE_BYTES)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all slabs that stay."""
+        closing = {
+            number
+            for pool in self.pools.values()
+            for number, owned in pool.slabs.items()
+            if owned.closing
+        }
+        return sum(slab.size for number, slab in self._slabs.items() if number not in closing)
 
     @property
     def allocated_bytes(self) -> int:
@@ -148,6 +166,37 @@ class HostTier:
         pool.free = [slot for slot in pool.free if unpack_slot(slot).slab != number]
         self._unowned.append(owned.slab)
 
+    def close_slab(self, pool: Pool, number: int) -> None:
+        """Hand out no more slots of a slab."""
+        pool.slabs[number].closing = True
+        pool.free = [slot for slot in pool.free if unpack_slot(slot).slab != number]
+
+    def reopen_slab(self, pool: Pool, number: int, taken: set[int]) -> None:
+        """Hand out a slab's slots again, but for those that are taken."""
+        owned = pool.slabs[number]
+        owned.closing = False
+        slots = (SlotRef(number, index).packed for index in reversed(range(owned.slots)))
+        pool.free += [slot for slot in slots if slot not in taken]
+
+    def retire(self, pool: Pool | None, number: int) -> None:
+        """Give the memory of an empty slab back to the kernel, though engines still map it.
+
+        Its number is not used again.
+        """
+        if pool is not None:
+            owned = pool.slabs.pop(number)
+            assert not owned.used, "only an empty slab may go"
+        self._unowned = [slab for slab in self._unowned if slab.number != number]
+        self._mapped.pop(number, None)
+        slab = self._slabs.pop(number)
+        slab.give_up()
+        slab.close()
+
+    @property
+    def unowned(self) -> list[Slab]:
+        """Slabs that belong to no pool."""
+        return self._unowned
+
     def take(self, pool: Pool) -> int | None:
         """Return a free slot, growing the pool if need be, or None."""
         if not pool.free and not self.grow(pool):
@@ -158,8 +207,10 @@ class HostTier:
 
     def give_back(self, pool: Pool, slot: int) -> None:
         """Make a taken slot free again."""
-        pool.slabs[unpack_slot(slot).slab].used -= 1
-        pool.free.append(slot)
+        owned = pool.slabs[unpack_slot(slot).slab]
+        owned.used -= 1
+        if not owned.closing:
+            pool.free.append(slot)
 
     def close(self) -> None:
         """Let go of all memory."""

@@ -51,7 +51,7 @@ class RedisStore(RecordStore):
     listed = False
 
     def __init__(self, options: RedisOptions, clock: Callable[[], float] = time.monotonic) -> None:
-        self._options = options
+        self.options = options
         self._clock = clock
         self._place, self._access = parse(options)
         self._layout = self._new_layout()
@@ -59,7 +59,7 @@ class RedisStore(RecordStore):
         self._coder = Coder()
 
     def __repr__(self) -> str:
-        return f"RedisStore({shown_url(self._options.url)})"
+        return f"RedisStore({shown_url(self.options.url)})"
 
     def open(self) -> None:
         """Connect anew and check the server's version. Raises TierFault."""
@@ -108,7 +108,7 @@ class RedisStore(RecordStore):
         """Write a block. Its bytes are counted as Redis' own allocator, jemalloc, gives them."""
         name = _name(space.digest, key)
         stored = self._coder.encode(space, key, parent, payload, codec)
-        ttl = b"%d" % (self._options.ttl_seconds * 1000)
+        ttl = b"%d" % (self.options.ttl_seconds * 1000)
 
         def attempt(deadline: Deadline) -> int:
             with self._layout.node(name, deadline).exchange(deadline) as exchange:
@@ -136,12 +136,12 @@ class RedisStore(RecordStore):
         self._layout.close()
 
     def _new_layout(self) -> Layout:
-        layout = Cluster if self._options.cluster else OneNode
+        layout = Cluster if self.options.cluster else OneNode
         return layout(self._place, self._access)
 
     def _routed(self, call: Callable[[Deadline], T]) -> T:
         """Make a call within its time, and once more if a slot turns out to have moved."""
-        deadline = Deadline(self._clock, self._options.timeout_seconds)
+        deadline = Deadline(self._clock, self.options.timeout_seconds)
         try:
             try:
                 return call(deadline)

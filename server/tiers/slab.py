@@ -45,6 +45,12 @@ class Slab:
         """Return the memory, page-aligned; it stays mapped while anything refers to it."""
         return memoryview(mmap.mmap(self.fd, self.size))
 
+    def give_up(self) -> None:
+        """Give the pages back to the kernel, whoever maps them: what is read then is zeros."""
+        mapped = mmap.mmap(self.fd, self.size)
+        mapped.madvise(mmap.MADV_REMOVE)
+        mapped.close()
+
     def close(self) -> None:
         """Let go of the memory; engines that mapped it keep it until they unmap."""
         os.close(self.fd)

@@ -8,6 +8,8 @@ hold the bytes of its key.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -106,10 +108,10 @@ class LowerMachine(RuleBasedStateMachine):
                     == lower._reserved
                     == 0
                 )
-                assert len(lower._index.policy) == len(lower)
+                assert len(lower.index.policy) == len(lower)
             disk = self.lowers[0]
             known = {key for _, key in disk.store.records}
-            assert all(disk._index.has(MANIFEST.digest(), key) for key in known)
+            assert all(disk.index.has(MANIFEST.digest(), key) for key in known)
             self.cache.host.close()
 
     @rule()
@@ -267,7 +269,7 @@ class LowerMachine(RuleBasedStateMachine):
         options = self.cache.promotions.options
         self.cache.promotions.options = type(options)(mode, 5.0)
         for lower, write, admission in zip(self.lowers, modes, admissions, strict=True):
-            lower.write_mode, lower.admission = write, admission
+            lower.retune(replace(lower.options, write_mode=write, admission=admission))
 
     @invariant()
     def all_agrees(self):
