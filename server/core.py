@@ -232,6 +232,8 @@ class EvictReason(StrEnum):
     RESET = "reset"
     UNREADABLE = "unreadable"
     """An engine found other bytes in its slot than were stored there."""
+    OPERATOR = "operator"
+    """An operator dropped it."""
 
 
 class SlotState(StrEnum):
@@ -276,6 +278,9 @@ class HostDetails:
     high_watermark: float
     low_watermark: float
     huge_pages: bool
+    pinned_bytes: int = 0
+    """Of blocks that pins keep, and what these may take in all."""
+    pins_at_most_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Namespace:
 
     __slots__ = (
         "anchors", "block_seconds", "blocks", "by_slab", "changes", "digest", "doomed", "leaving",
-        "manifest", "pool", "records", "sessions",
+        "manifest", "pool", "records", "sessions", "uses",
     )  # fmt: skip
 
     def __init__(self, manifest: Manifest, pool: Pool) -> None:
@@ -64,6 +64,8 @@ class Namespace:
             self.digest, manifest.slot_bytes, manifest.readable(), manifest.element_bytes
         )
         self.sessions = 0
+        self.uses: dict[BlockKey, int] = {}
+        """How many lookups began with each head of a chain, since it came."""
         self.block_seconds: float | None = None
         """What computing a block took lately; None if that is not measured yet."""
         self.changes = ChangeLog(self._pieces)
@@ -99,12 +101,19 @@ class Namespace:
         self._place(block.slot, None)
         if block.children:
             self.anchors[block.key] = block
+        self.uses.pop(block.key, None)
         if (above := block.parent) is not None:
             above.children -= 1
             if not above.children and self.anchors.get(above.key) is above:
                 del self.anchors[above.key]
         if self.changes.watchers:
             self.changes.note(block.key, None)
+
+    def move(self, block: Block, slot: int) -> None:
+        """Note that a visible block lies in another slot now."""
+        self._place(block.slot, None)
+        block.slot = slot
+        self._place(slot, block)
 
     def continued(self, block: Block) -> bool:
         """Return whether a visible block continues this one: it is not evicted before those."""

@@ -17,7 +17,9 @@ from .directory import Block, Directory, Namespace
 from .eviction import Evictor
 from .lower import LowerTier
 from .metrics import Metrics
+from .pins import Pins
 from .policies import EvictionPolicy
+from .prefetch import Prefetches
 from .promotion import Promotions
 from .recording import Recorder
 from .sessions import Engine, Limbo, Session
@@ -78,6 +80,8 @@ class Hierarchy:
         self.promotions = Promotions(self.evictor, lowers, metrics, clock, later or _never)
         self.promotions.promoted = self._stored
         self.cascade = Cascade(self.evictor, lowers, self.demand, metrics, clock)
+        self.pins = Pins(self.evictor, clock, later or _never)
+        self.prefetches = Prefetches(self.promotions, self.evictor)
         self.recorder: Recorder | None = None
         """Is told of each lookup, if it is there."""
         self.tenants = Tenants()
@@ -169,6 +173,8 @@ class Hierarchy:
         self, space: Namespace, keys: Sequence[BlockKey], device: int, blocks: Sequence[Block]
     ) -> None:
         space.pool.policy.touch(keys)
+        if keys and keys[0] in space.blocks:
+            space.uses[keys[0]] = space.uses.get(keys[0], 0) + 1
         self.evictor.use(space.pool, [block.slot for block in blocks])
         if self.recorder is not None:
             block = (space.manifest.block_tokens, space.pool.slot_bytes)
@@ -196,6 +202,7 @@ class Hierarchy:
             if (block := leased.get(slot)) is None:
                 self._count_store(StoreOutcome.UNKNOWN_SLOT)
             elif space.blocks.get(block.key) is block:
+                self.pins.cut(space, {block})
                 self.evictor.drop(space, block, EvictReason.UNREADABLE)
                 for lower in self.lowers:
                     lower.drop(space.records, [block.key], EvictReason.UNREADABLE)
@@ -324,11 +331,12 @@ class Hierarchy:
         Lower tiers drop theirs too, and are not asked for any of it until they have.
         """
         self.record_use()
+        self.pins.discard(space)
         self.promotions.discard(space)
         for lower in self.lowers:
             lower.wipe(space.records)
         blocks = list(space.blocks.values())
-        for block in blocks:
+        for block in reversed(blocks):  # Tails before heads: the policy has the least to do then.
             self.evictor.drop(space, block, EvictReason.RESET)
         return len(blocks)
 
@@ -361,6 +369,17 @@ class Hierarchy:
             pool = self.host.open_pool(digest, manifest.slot_bytes)
             space = self.directory.namespaces[digest] = Namespace(manifest, pool)
         return space
+
+    def held_slots(self, space: Namespace) -> list[int]:
+        """Return the slots of a namespace that are not free, each once. O(blocks)."""
+        held = [block.slot for block in (*space.blocks.values(), *space.doomed)]
+        for session in self.all_sessions():
+            held += session.reserved if session.space is space else ()
+        for engine in self.engines.values():
+            for lost in engine.limbo:
+                held += lost.reserved if lost.space is space else ()
+        held += [one.slot for one in self.promotions.incoming if one.space is space]
+        return held
 
     def all_sessions(self) -> list[Session]:
         """Return the open sessions of all engines."""

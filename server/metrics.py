@@ -106,6 +106,9 @@ class Metrics:
             "kvtier_used_bytes", "Bytes of committed blocks in a tier.", ["tier"], registry=reg
         )
         self.blocks = Gauge("kvtier_blocks", "Committed blocks in a tier.", ["tier"], registry=reg)
+        self.pinned_bytes = Gauge(
+            "kvtier_pinned_bytes", "Bytes of the host tier that pins keep.", registry=reg
+        )
         self.slots = Gauge("kvtier_slots", "Host slots by state.", ["state"], registry=reg)
         for state in SlotState:
             self.slots.labels(state)

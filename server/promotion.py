@@ -9,8 +9,8 @@ worth it is judged by what was measured (`worth.py`). Runs on the event loop, an
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from .core import BlockKey, PromoteOutcome, ReadOutcome, Tier, WaitOutcome
@@ -20,8 +20,8 @@ from .lower import LowerTier
 from .metrics import Metrics
 from .sessions import Session
 from .tiers.pool import Urgency
-from .waiting import Answer, Incoming, PromotionOptions, Source, Timer, Waiting
-from .worth import LoadMode, Stretch, judge
+from .waiting import Answer, Incoming, PromotionOptions, Source, Timer, Waiting, stretches
+from .worth import LoadMode, judge
 
 READS_AT_ONCE = 32
 """Reads that one lookup begins in one turn of the loop, so that it is not held for long."""
@@ -116,6 +116,33 @@ class Promotions:
             if waiting.session.space is space:
                 waiting.end = waiting.start
                 self._end(waiting, WaitOutcome.SHORTER)
+
+    def coming(self, space: Namespace, key: BlockKey) -> Incoming | None:
+        """Return the block if it is being read and will be visible then."""
+        return self._coming[space].get(key)
+
+    def fetch(
+        self,
+        space: Namespace,
+        chain: Sequence[BlockKey],
+        at: int,
+        slot: int,
+        lower: LowerTier,
+        urgency: Urgency,
+    ) -> Incoming:
+        """Begin to read a block of a chain, which is not on its way yet, into a taken slot."""
+        key, parent = chain[at], chain[at - 1] if at else b""
+        one = Incoming(space, key, parent, slot, lower)
+        self._coming[space][key] = one
+        self.incoming.add(one)
+        self._begin_read(one, urgency)
+        return one
+
+    def _begin_read(self, one: Incoming, urgency: Urgency) -> None:
+        space = one.space
+        into = self._host.memory(one.slot, space.pool)
+        ended = partial(self._arrived, one)
+        one.job = one.source.read(space.records, one.key, into, urgency, ended)
 
     # Finding more.
 
@@ -217,6 +244,10 @@ class Promotions:
     def _await(self, waiting: Waiting, at: int, one: Incoming) -> None:
         one.waiters[waiting] = at
         waiting.awaited[at] = one
+        if (job := one.job) is None or job.urgency is Urgency.REQUEST:
+            return
+        if one.source.give_up(job, one.space.pool.slot_bytes):  # It goes before other prefetches.
+            self._begin_read(one, Urgency.REQUEST)
 
     def _read(self, waiting: Waiting, at: int, lower: LowerTier) -> Incoming | None:
         """Begin to read a block into a slot; None if there is no slot for it."""
@@ -225,14 +256,7 @@ class Promotions:
         if slot is None:
             self._promoted[lower.tier, PromoteOutcome.NO_SLOT].inc()
             return None
-        key, parent = waiting.keys[at], waiting.keys[at - 1] if at else b""
-        one = Incoming(space, key, parent, slot, lower)
-        self._coming[space][key] = one
-        self.incoming.add(one)
-        into = self._host.memory(slot, space.pool)
-        ended = partial(self._arrived, one)
-        one.job = lower.read(space.records, key, into, Urgency.REQUEST, ended)
-        return one
+        return self.fetch(space, waiting.keys, at, slot, lower, Urgency.REQUEST)
 
     def _lease(self, waiting: Waiting, at: int, block: Block) -> None:
         block.leases += 1
@@ -243,8 +267,8 @@ class Promotions:
         """Return how many of the blocks to await, and count those that are computed instead."""
         if self.options.mode is LoadMode.ALWAYS:
             return len(sources)
-        stretches = list(_stretches(sources, waiting.session.space.pool.slot_bytes))
-        verdict = judge(stretches, self._block_seconds(waiting.session))
+        offered = list(stretches(sources, waiting.session.space.pool.slot_bytes))
+        verdict = judge(offered, self._block_seconds(waiting.session))
         for tier, blocks in verdict.skipped.items():
             if tier is not Tier.HOST:
                 self._metrics.skipped_blocks.labels(tier).inc(blocks)
@@ -271,6 +295,8 @@ class Promotions:
                 self._lease(waiting, at, block)
                 waiting.origins[at] = one.source.tier
             self._end_if_over(waiting)
+        for tell in one.then:
+            tell(block)
 
     def _came(self, one: Incoming) -> None:
         """It is not on its way any more."""
@@ -307,8 +333,9 @@ class Promotions:
     def _drop_waiter(self, waiting: Waiting, one: Incoming) -> None:
         """One lookup less waits for a block; a read that nobody waits for need not begin."""
         one.waiters.pop(waiting, None)
-        size = one.space.pool.slot_bytes
-        if not one.waiters and one.job is not None and one.source.give_up(one.job, size):
+        if one.waiters or one.then or one.job is None:
+            return
+        if one.source.give_up(one.job, one.space.pool.slot_bytes):
             self._came(one)
             self._host.give_back(one.space.pool, one.slot)
 
@@ -359,24 +386,3 @@ def _taken(awaited: dict[int, Incoming]) -> Iterable[Incoming]:
 
 def _nobody(block: Block, parent: BlockKey) -> None:
     """Nobody wants to know what was promoted."""
-
-
-def _stretches(sources: Sequence[Source], size: int) -> Iterator[Stretch]:
-    """Yield the stretches that sources of blocks of `size` bytes make up.
-
-    A tier's latency, and what is queued there, counts in the first of its stretches.
-    """
-    moved: Counter[Tier] = Counter()
-    took: dict[Tier, float] = {}
-    for tier, group in itertools.groupby(sources, key=_tier):
-        members = list(group)
-        seconds = 0.0
-        if isinstance(lower := members[0], LowerTier):
-            moved[tier] += len(members) * size
-            whole = lower.measures.expected(moved[tier]) or 0.0
-            seconds, took[tier] = whole - took.get(tier, 0.0), whole
-        yield Stretch(tier, len(members), seconds)
-
-
-def _tier(source: Source) -> Tier:
-    return source.tier if isinstance(source, LowerTier) else Tier.HOST

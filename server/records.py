@@ -65,6 +65,16 @@ class RecordIndex:
         shelves = self._shelves.get(namespace)
         return shelves is not None and key in shelves[key[0]]
 
+    def size(self, namespace: str, key: BlockKey) -> int:
+        """Return the bytes that a record takes; 0 if there is none."""
+        shelves = self._shelves.get(namespace)
+        return 0 if shelves is None else shelves[key[0]].get(key, 0)
+
+    def shelves(self, namespace: str) -> Iterator[tuple[int, int]]:
+        """Yield records and bytes of a namespace, a part at a time."""
+        for shelf in self._shelves.get(namespace, ()):
+            yield len(shelf), sum(shelf.values())
+
     def add(self, namespace: str, key: BlockKey, record_bytes: int, parent: BlockKey) -> None:
         """Take in a record that was written, or written again."""
         name = self._name(namespace, key)

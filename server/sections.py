@@ -177,6 +177,11 @@ class HostSettings(Part):
         description="Default 0.95. Share of the capacity at which an eviction run stops. Lower it "
         "for fewer, longer runs; it must stay below high_watermark.",
     )
+    pin_share: Annotated[float, BeforeValidator(number), Field(ge=0, le=0.9)] = Field(
+        0.25,
+        description="Default 0.25. Share of the capacity that pins may keep, at most 0.9; 0 for "
+        "none. Raise it where most of the traffic shares a few known prefixes.",
+    )
     huge_pages: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Default auto. Whether slabs lie in huge pages: auto takes them where the "

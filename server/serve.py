@@ -88,6 +88,7 @@ class Server:
         self.hierarchy.promotions.options = PromotionOptions(
             LoadMode(settings.loads.mode), settings.loads.wait_seconds
         )
+        self.hierarchy.pins.share = settings.host.pin_share
         self._loop: asyncio.AbstractEventLoop | None = None
         options = DataPlaneOptions(settings.socket, settings.group_id())
         self.plane = DataPlane(self.hierarchy, self.metrics, options)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -12,7 +13,7 @@ from .directory import Block, Namespace
 from .lower import LowerTier
 from .sessions import Session
 from .tiers.pool import Job
-from .worth import LoadMode
+from .worth import LoadMode, Stretch
 
 
 class Answer(NamedTuple):
@@ -75,8 +76,31 @@ class Incoming:
     job: Job[ReadOutcome] | None = None
     waiters: dict[Waiting, int] = field(default_factory=dict)
     """Who waits for it, and at which position."""
+    then: list[Callable[[Block | None], None]] = field(default_factory=list)
+    """Who else is told of the block, or that it did not come."""
     discarded: bool = False
 
 
 Source: TypeAlias = Block | Incoming | LowerTier
 """Where a block is: in the host tier, on its way there, or in a lower tier."""
+
+
+def stretches(sources: Sequence[Source], size: int) -> Iterator[Stretch]:
+    """Yield the stretches that sources of blocks of `size` bytes make up.
+
+    A tier's latency, and what is queued there, counts in the first of its stretches.
+    """
+    moved: Counter[Tier] = Counter()
+    took: dict[Tier, float] = {}
+    for tier, group in itertools.groupby(sources, key=_tier):
+        members = list(group)
+        seconds = 0.0
+        if isinstance(lower := members[0], LowerTier):
+            moved[tier] += len(members) * size
+            whole = lower.measures.expected(moved[tier]) or 0.0
+            seconds, took[tier] = whole - took.get(tier, 0.0), whole
+        yield Stretch(tier, len(members), seconds)
+
+
+def _tier(source: Source) -> Tier:
+    return source.tier if isinstance(source, LowerTier) else Tier.HOST

@@ -1,0 +1,201 @@
+"""Drops: an operator removes a namespace, or a block with all that continues it, from some tiers.
+
+Work in pieces (`walking.py`). Leased blocks become invisible, and go with their last lease; pins end
+before the first block that goes. Lower tiers know no children: there, a block goes with those that
+the host tier knows to continue it, and what else does can't be reached without it. Runs on the
+event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+from .block_readings import Gone
+from .blocks import PAUSE_SECONDS, PAUSES_AT_MOST
+from .core import BlockKey, EvictReason, Tier
+from .directory import Block, Namespace
+from .hierarchy import Hierarchy
+from .walking import AT_ONCE, NEXT_TURN, Work, above, walk
+
+_T = TypeVar("_T")
+SHELVES_AT_ONCE = 4
+"""Of 256 parts of a lower tier's index, counted in one turn of the loop."""
+
+
+class Drop:
+    """One drop. `gone` says how far it is: the work may be looked at from outside any time.
+
+    `root` is the block that goes with all below it; None is for the whole namespace.
+    """
+
+    def __init__(
+        self, cache: Hierarchy, space: Namespace, tiers: frozenset[Tier], root: BlockKey | None
+    ) -> None:
+        self._cache = cache
+        self._space = space
+        self._root = root
+        self._host = Gone(Tier.HOST) if Tier.HOST in tiers else None
+        self._lowers = [(one, Gone(one.tier)) for one in cache.lowers if one.tier in tiers]
+        lower = [gone for _, gone in self._lowers]
+        self.gone = [self._host, *lower] if self._host is not None else lower
+
+    def count(self) -> Work[None]:
+        """Find out what would go, and drop nothing."""
+        space, root = self._space, self._root
+        if root is None:
+            self._count_host(len(space.blocks))
+            yield from self._count_shelves()
+            return
+        blocks = yield from self._below(root)
+        self._count_host(len(blocks) + (root in space.blocks))
+        for keys in _slices([root, *(block.key for block in blocks)]):
+            self._count_lower(keys)
+            yield NEXT_TURN
+
+    def run(self) -> Work[None]:
+        """Drop it."""
+        self._cache.record_use()
+        if self._root is None:
+            yield from self._run_all()
+        else:
+            yield from self._run_below(self._root)
+
+    def _run_all(self) -> Work[None]:
+        space = self._space
+        yield from self._count_shelves()
+        for lower, _ in self._lowers:
+            lower.wipe(space.records)
+        if self._host is None:
+            return
+        for pin in self._cache.pins.of(space):
+            self._cache.pins.remove(pin.label)
+            yield NEXT_TURN
+        self._cache.promotions.discard(space)
+        left = len(space.blocks)  # What engines store meanwhile may stay.
+        while left > 0 and (gone := self._drop_coldest()):
+            left -= gone
+            yield NEXT_TURN
+
+    def _drop_coldest(self) -> int:
+        """Drop some blocks in the order in which the policy finds them soonest. Returns how many."""
+        space, gone = self._space, 0
+        for key in islice(space.pool.policy.victims(), AT_ONCE):
+            self._cache.evictor.drop(space, space.blocks[key], EvictReason.OPERATOR)
+            gone += 1
+        self._count_host(gone)
+        return gone
+
+    def _run_below(self, root: BlockKey) -> Work[None]:
+        """Drop the root first: nothing below it is found or read any more while it is looked for.
+
+        What a thread was writing meanwhile appears in its tier later, and goes then.
+        """
+        space = self._space
+        head = space.blocks.get(root)
+        self._drop([] if head is None else [head])
+        self._forget([root])
+        self._refuse({root})
+        below = yield from self._below(root)
+        below.reverse()  # Tails first, mostly: the policy has the least to do then.
+        for blocks in _slices(below):
+            self._drop(blocks)
+            self._forget([block.key for block in blocks])
+            yield NEXT_TURN
+        self._refuse({root, *(block.key for block in below)})
+        late = yield from self._written_late(below if head is None else [head, *below])
+        for keys in _slices(late):
+            self._forget(keys)
+            yield NEXT_TURN
+
+    def _below(self, root: BlockKey) -> Work[list[Block]]:
+        """Return the visible blocks that continue a block, which need not be there."""
+        found: list[Block] = []
+        inside: set[Block] = set()
+        outside: set[Block] = set()
+        for blocks in walk(self._space):
+            for block in blocks:
+                if block.key != root and self._continues(block, root, inside, outside):
+                    found.append(block)
+            yield NEXT_TURN
+        return found
+
+    def _continues(
+        self, block: Block, root: BlockKey, inside: set[Block], outside: set[Block]
+    ) -> bool:
+        """Return whether a block is below the root; `inside` and `outside` remember who is."""
+        path: list[Block] = []
+        at: Block | None = block
+        while at is not None and at.key != root and at not in inside and at not in outside:
+            path.append(at)
+            at = above(self._space, at)
+        below = at is not None and at not in outside
+        (inside if below else outside).update(path)
+        return below
+
+    def _drop(self, blocks: Sequence[Block]) -> None:
+        """Drop those from the host tier that are there, if it is one of the tiers."""
+        space, cache = self._space, self._cache
+        if self._host is None:
+            return
+        here = [block for block in blocks if space.blocks.get(block.key) is block]
+        cache.pins.cut(space, set(here))
+        for block in here:
+            cache.evictor.drop(space, block, EvictReason.OPERATOR)
+        self._count_host(len(here))
+
+    def _forget(self, keys: Sequence[BlockKey]) -> None:
+        """Drop records from the lower tiers, also those that only the medium knows."""
+        self._count_lower(keys)
+        for lower, _ in self._lowers:
+            lower.drop(self._space.records, keys, EvictReason.OPERATOR)
+
+    def _refuse(self, gone: set[BlockKey]) -> None:
+        """Let nothing that is being read become visible, if it or what it continues goes."""
+        if self._host is None:
+            return
+        incoming = [one for one in self._cache.promotions.incoming if one.space is self._space]
+        more = True
+        while more:
+            below = [one for one in incoming if one.key in gone or one.parent in gone]
+            more = any(one.key not in gone for one in below)
+            for one in below:
+                one.discarded = True
+                gone.add(one.key)
+
+    def _written_late(self, blocks: Sequence[Block]) -> Work[list[BlockKey]]:
+        """Wait for blocks that are being written to a tier that is to lose them. Returns these."""
+        writing = self._cache.cascade.writing
+        late = [
+            (lower.tier, block)
+            for lower, _ in self._lowers
+            for block in blocks
+            if (lower.tier, block) in writing
+        ]
+        for _ in range(PAUSES_AT_MOST):
+            if writing.isdisjoint(late):
+                break
+            yield PAUSE_SECONDS
+        return [block.key for _, block in late]
+
+    def _count_host(self, blocks: int) -> None:
+        if self._host is not None:
+            self._host.add(blocks, blocks * self._space.pool.slot_bytes)
+
+    def _count_lower(self, keys: Sequence[BlockKey]) -> None:
+        for lower, gone in self._lowers:
+            sizes = [lower.index.size(self._space.digest, key) for key in keys]
+            gone.add(sum(size > 0 for size in sizes), sum(sizes))
+
+    def _count_shelves(self) -> Work[None]:
+        for lower, gone in self._lowers:
+            for number, (blocks, size) in enumerate(lower.index.shelves(self._space.digest)):
+                gone.add(blocks, size)
+                if not number % SHELVES_AT_ONCE:
+                    yield NEXT_TURN
+
+
+def _slices(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    for at in range(0, len(items), AT_ONCE):
+        yield items[at : at + AT_ONCE]
