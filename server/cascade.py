@@ -19,9 +19,10 @@ from .directory import Block, Namespace
 from .eviction import Evictor
 from .lower import LowerTier
 from .metrics import Metrics
+from .waiting import Timer
 
-OFFERED_AT_A_USE = 32
-"""Blocks that one use offers to a tier; the next one offers more. So the loop is not held."""
+OFFERED_AT_ONCE = 8
+"""Blocks that are offered to a tier in one turn of the loop, so that it is not held for long."""
 AT_USE = (WriteMode.THROUGH, WriteMode.ON_REUSE)
 """Modes in which a tier is offered what is used again."""
 
@@ -36,6 +37,7 @@ class Cascade:
         demand: Demand,
         metrics: Metrics,
         clock: Callable[[], float],
+        later: Callable[[float, Callable[[], None]], Timer],
     ) -> None:
         self.writing: set[tuple[Tier, Block]] = set()
         """Blocks that are being written to a tier: each is leased for that."""
@@ -43,6 +45,7 @@ class Cascade:
         self._lowers = lowers
         self._demand = demand
         self._clock = clock
+        self._later = later
         self._counted = {
             (lower.tier, outcome): metrics.admissions.labels(lower.tier, outcome)
             for lower in lowers
@@ -55,15 +58,13 @@ class Cascade:
     def committed(self, space: Namespace, blocks: Sequence[Block]) -> None:
         """Blocks became visible in the host tier."""
         for lower in self._in_mode(WriteMode.THROUGH):
-            for block in blocks:
-                self._offer(lower, space, block)
+            self._offer_all(lower, space, blocks)
 
     def used(self, space: Namespace, blocks: Sequence[Block]) -> None:
         """Blocks of the host tier were used again."""
         for lower in self._in_mode(*AT_USE):
             if lower.takes(space.records, space.pool.slot_bytes):
-                for block in lower.lacking(space.records, blocks)[:OFFERED_AT_A_USE]:
-                    self._offer(lower, space, block)
+                self._offer_all(lower, space, lower.lacking(space.records, blocks))
 
     @property
     def inherits(self) -> bool:
@@ -100,6 +101,13 @@ class Cascade:
 
     def _in_mode(self, *modes: WriteMode) -> list[LowerTier]:
         return [lower for lower in self._lowers if lower.options.write_mode in modes]
+
+    def _offer_all(self, lower: LowerTier, space: Namespace, blocks: Sequence[Block]) -> None:
+        """Offer blocks to a tier, the rest in a later turn of the loop."""
+        for block in blocks[:OFFERED_AT_ONCE]:
+            self._offer(lower, space, block)
+        if rest := blocks[OFFERED_AT_ONCE:]:
+            self._later(0.0, partial(self._offer_all, lower, space, rest))
 
     def _offer(self, lower: LowerTier, space: Namespace, block: Block) -> bool:
         """Write a block to a tier that has not got it, if it takes it. Returns whether that began.

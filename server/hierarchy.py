@@ -77,14 +77,16 @@ class Hierarchy:
         self.demand = Demand()
         """Knows nothing where no lower tier asks."""
         self.evictor = Evictor(host, self.directory, metrics, self.demand if lowers else None)
-        self.promotions = Promotions(self.evictor, lowers, metrics, clock, later or _never)
+        timers = _never if later is None else later
+        self.promotions = Promotions(self.evictor, lowers, metrics, clock, timers)
         self.promotions.promoted = self._stored
-        self.cascade = Cascade(self.evictor, lowers, self.demand, metrics, clock)
+        self.cascade = Cascade(self.evictor, lowers, self.demand, metrics, clock, timers)
         self.pins = Pins(self.evictor, clock, later or _never)
         self.prefetches = Prefetches(self.promotions, self.evictor)
         self.recorder: Recorder | None = None
         """Is told of each lookup, if it is there."""
         self.tenants = Tenants()
+        metrics.add_tenants(self.tenants.readings)
         self.stores = dict.fromkeys(StoreOutcome, 0)
         self._sessions_opened = 0
         self._late: _Use | None = None

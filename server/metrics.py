@@ -7,10 +7,12 @@ microsecond.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from . import __version__
 from .core import (
@@ -23,11 +25,15 @@ from .core import (
     Role,
     SlotState,
     StoreOutcome,
+    TenantReading,
     Tier,
     WaitOutcome,
     WriteOutcome,
 )
 
+TENANT_LABELS_AT_MOST = 200
+OTHER_TENANT = "other"
+ASKED, STORED = "asked", "stored"
 LATENCY_BUCKETS = (
     50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 1.0, 5.0,
 )  # fmt: skip
@@ -271,6 +277,53 @@ class Metrics:
             for value in values:
                 counter.labels(tier, value)
 
+    def add_tenants(self, read: Callable[[], Sequence[TenantReading]]) -> None:
+        """Show the totals of tenants, which are read at each scrape."""
+        self.registry.register(_Tenants(read))
+
     def exposition(self) -> bytes:
         """Return the text format that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+
+class _Tenants(Collector):
+    """Totals by tenant. Those beyond `TENANT_LABELS_AT_MOST` are one, `other`."""
+
+    def __init__(self, read: Callable[[], Sequence[TenantReading]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics of all tenants."""
+        asked = CounterMetricFamily(
+            "kvtier_tenant_tokens_asked",
+            "Prompt tokens in whole blocks, by tenant; empty for requests that name none.",
+            labels=["tenant"],
+        )
+        hit = CounterMetricFamily(
+            "kvtier_tenant_tokens_hit",
+            "Prompt tokens that each tier served, by tenant.",
+            labels=["tenant", "tier"],
+        )
+        stored = CounterMetricFamily(
+            "kvtier_tenant_stored_blocks", "Blocks stored, by tenant.", labels=["tenant"]
+        )
+        for name, totals in self._totals().items():
+            asked.add_metric([name], totals.pop(ASKED))
+            stored.add_metric([name], totals.pop(STORED))
+            for tier, tokens in totals.items():
+                hit.add_metric([name, tier], tokens)
+        return [asked, hit, stored]
+
+    def _totals(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        for reading in self._read():
+            name = reading.tenant
+            if name not in found and len(found) >= TENANT_LABELS_AT_MOST:
+                name = OTHER_TENANT
+            totals = found.setdefault(name, dict.fromkeys((ASKED, STORED, *Tier), 0))
+            totals[STORED] += reading.stored_blocks
+            for traffic in reading.traffic:
+                totals[traffic.tier] += traffic.tokens_hit
+                if traffic.tier is Tier.DEVICE:
+                    totals[ASKED] += traffic.tokens_asked
+        return found

@@ -23,7 +23,7 @@ from .tiers.pool import Urgency
 from .waiting import Answer, Incoming, PromotionOptions, Source, Timer, Waiting, stretches
 from .worth import LoadMode, judge
 
-READS_AT_ONCE = 32
+READS_AT_ONCE = 12
 """Reads that one lookup begins in one turn of the loop, so that it is not held for long."""
 ASKED_AT_MOST = 4
 """Times that one lookup asks media for more: each goes on where the one before ended."""
@@ -116,6 +116,13 @@ class Promotions:
             if waiting.session.space is space:
                 waiting.end = waiting.start
                 self._end(waiting, WaitOutcome.SHORTER)
+
+    def cut_off(self, space: Namespace, key: BlockKey) -> None:
+        """A block is dropped: no lookup waits for it, or for what continues it."""
+        for waiting in list(self._waiting.values()):
+            if waiting.session.space is space and key in waiting.keys:
+                self._cut(waiting, waiting.keys.index(key))
+                self._end_if_over(waiting)
 
     def coming(self, space: Namespace, key: BlockKey) -> Incoming | None:
         """Return the block if it is being read and will be visible then."""

@@ -53,7 +53,10 @@ class Resizer:
         if unowned := self._host.unowned:
             self._host.retire(None, unowned[0].number)
             return
-        found = min(self._owned(), default=None, key=lambda one: one[0])
+        pinned = self._cache.pins.slabs()  # They can't be emptied before their pins end.
+        owned = list(self._owned())
+        owned = [one for one in owned if one[2] not in pinned] or owned
+        found = min(owned, default=None, key=lambda one: one[0])
         if found is not None:
             await self._empty(found[1], found[2])
 

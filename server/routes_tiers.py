@@ -112,6 +112,11 @@ def settings_router(live: Live) -> APIRouter:
             live=list(LIVE),
         )
 
+    @router.get("/v1/config")
+    async def config() -> EffectiveSettings:
+        """The settings in force, as a settings file would hold them."""
+        return live.settings.effective()
+
     @router.patch("/v1/settings")
     async def change_settings(
         request: Request,

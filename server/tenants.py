@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .core import TenantReading, Tier, TierTraffic
+from .metrics import OTHER_TENANT
 
 TENANTS_AT_MOST = 1000
-OTHER = "other"
+OTHER = OTHER_TENANT
 """Where tenants beyond that number are counted."""
 NOBODY = ""
 """The tenant of requests that name none."""

@@ -69,6 +69,12 @@ TIERS = Dashboard(
                     [Query(each("state", f"kvtier_slots{{{AT}}}"), "{{state}}")],
                     look=Look.AREAS,
                 ),
+                Panel(
+                    "Pinned",
+                    "Bytes of the host tier that an operator keeps there, whatever is evicted.",
+                    [Query(f"kvtier_pinned_bytes{{{AT}}}", "{{instance}}")],
+                    Unit.BYTES,
+                ),
             ],
         ),
         Row(
