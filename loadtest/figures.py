@@ -157,6 +157,20 @@ def policy_cpu_share() -> list[float]:
     return policy_share.measure()
 
 
+def swap_keep_ratio() -> list[float]:
+    """Return the hit ratio after a change of policy and back ÷ before, swap by swap."""
+    from . import swap_keep
+
+    return swap_keep.measure()
+
+
+def scrape_loop_ms() -> list[float]:
+    """Return how long a scrape of a million blocks holds the loop, scrape by scrape."""
+    from . import scrape
+
+    return scrape.measure()
+
+
 def disk_read_ratio() -> list[float]:
     """Return bytes/s of the disk tier's reads ÷ fio's, pair by pair."""
     from . import disk_speed
@@ -287,6 +301,19 @@ FIGURES = {
         0.1,
         policy_cpu_share,
         Judged.MEDIAN,
+    ),
+    "swap_keep_ratio": Figure(
+        "hit ratio after a live change of policy and back ÷ before",
+        0.99,
+        None,
+        swap_keep_ratio,
+        Judged.MEDIAN,
+    ),
+    "scrape_loop_ms": Figure(
+        "loop time of a scrape with a million blocks and 200 tenants, in ms",
+        None,
+        50.0,
+        scrape_loop_ms,
     ),
     "disk_read_ratio": Figure(
         "bytes/s of reads from disk into slots ÷ fio's", 0.9, None, disk_read_ratio, Judged.MEDIAN
