@@ -1,7 +1,7 @@
 """How fast records go to and from Redis, beside a bare client on the same server.
 
-A record is one block of 1,474,560 bytes, of which there are some dozens; each side has two threads
-with a connection each, and both receive into the same memory. The bare client knows all lengths
+A record is one block of 1,474,560 bytes, of which there are some dozens; each side has as many
+threads, with a connection each, as a server has by default, and both receive into the same memory. The bare client knows all lengths
 beforehand and takes a whole reply with one call; it has no deadline, no checksum and no pool. Both
 sides are measured in turn, and a ratio is of neighbours in time.
 
@@ -27,6 +27,7 @@ from pathlib import Path
 
 from kvtier.core import KEY_BYTES, ReadOutcome
 from kvtier.endpoints import free_port
+from kvtier.sections import RedisSettings
 from kvtier.tiers.base import Space
 from kvtier.tiers.redis import RedisOptions, RedisStore
 
@@ -36,8 +37,8 @@ from .rig import RigError
 BLOCK_BYTES = 1_474_560
 """A block of the model that the demo runs: 16 tokens, 24 layers."""
 RECORDS = 48
-THREADS = 2
-PAIRS = 15
+THREADS = RedisSettings().connections
+PAIRS = 61
 START_SECONDS = 10
 ROADS = ("unix", "tcp")
 END = b"\r\n"
