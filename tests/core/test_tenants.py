@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvtier.core import Role
+from kvtier.metrics import TENANT_LABELS_AT_MOST, Metrics
 from kvtier.protocol import Asked
 from kvtier.readings import Readings
 from kvtier.tenants import OTHER, TENANTS_AT_MOST, Tenants
@@ -58,3 +59,34 @@ def test_a_block_that_was_there_already_is_nobodys_store(cache):
     for tenant in ("first", "second"):
         cache.commit(session, b"", keys, cache.reserve(session, 3, 0), tenant)
     assert [(one.tenant, one.stored_blocks) for one in Readings(cache).tenants()] == [("first", 3)]
+
+
+def series(metrics, name):
+    """Return the values of a metric by its labels."""
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_tenants_have_series_of_their_own_up_to_a_limit():
+    metrics, tenants = Metrics(), Tenants()
+    metrics.add_tenants(tenants.readings)
+    for number in range(TENANT_LABELS_AT_MOST + 50):
+        tenants.tally(f"t{number}").count(Asked(f"t{number}", 10, 2, 5), 16)
+    tokens = series(metrics, "kvtier_tenant_tokens_asked_total")
+    assert len(tokens) == TENANT_LABELS_AT_MOST + 1
+    assert tokens["t0",] == 160
+    assert tokens["other",] == 50 * 160
+    hit = series(metrics, "kvtier_tenant_tokens_hit_total")
+    assert (hit["t7", "device"], hit["t7", "host"], hit["other", "host"]) == (32, 80, 50 * 80)
+
+
+def test_a_tenant_that_is_called_other_is_counted_with_the_others():
+    metrics, tenants = Metrics(), Tenants()
+    metrics.add_tenants(tenants.readings)
+    tenants.tally("other").stored_blocks += 1
+    tenants.tally("").stored_blocks += 2
+    assert series(metrics, "kvtier_tenant_stored_blocks_total") == {("other",): 1, ("",): 2}
