@@ -22,6 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+tiers_app = typer.Typer()
+app.add_typer(tiers_app, name="tiers")
+
 Config = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 Socket = Annotated[str | None, typer.Option("--socket", help="Unix socket for engines.")]
 Capacity = Annotated[str | None, typer.Option("--capacity", help="Host memory, such as 20GiB.")]
@@ -31,6 +34,9 @@ Redis = Annotated[str | None, typer.Option("--redis", help="URL of a Redis for b
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Many = Annotated[list[str] | None, typer.Option(help="Policy; once for each. Default: all.")]
 Url = Annotated[str, typer.Option("--url", help="Address of a server's control plane.")]
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", help="File with its token; default: KVTIER_TOKEN.")
+]
 
 
 def main() -> None:
@@ -50,13 +56,16 @@ def serve(
     port: Port = None,
     disk: Disk = None,
     redis: Redis = None,
+    reset_settings: Annotated[
+        bool, typer.Option("--reset-settings", help="Forget what was changed at run time.")
+    ] = False,
 ) -> None:
-    """Run a server until SIGTERM or SIGINT."""
+    """Run a server until SIGTERM or SIGINT. SIGHUP reads the settings file again."""
     given = _given(socket, capacity, port, disk, redis)
     settings = load_settings(config, given)  # First: it may end the start.
     from .serve import serve as run_server  # noqa: PLC0415
 
-    run_server(settings)
+    run_server(settings, lambda: load_settings(config, given), reset=reset_settings)
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
@@ -79,11 +88,13 @@ def up(
 
 
 @app.command()
-def status(url: Url = "http://127.0.0.1:9555", as_json: AsJson = False) -> None:
+def status(
+    url: Url = "http://127.0.0.1:9555", as_json: AsJson = False, token_file: TokenFile = None
+) -> None:
     """Show tiers, hit ratios, sessions and namespaces of a running server."""
     from .status import show_status  # noqa: PLC0415
 
-    show_status(url, as_json=as_json)
+    show_status(url, as_json=as_json, token_file=token_file)
 
 
 @app.command(name="config")
@@ -171,6 +182,85 @@ def replay(
         plot=plot,
     )
     run_replay(options, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    config: Config = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="A server's control plane. Default: the settings'.")
+    ] = None,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this host, its settings and a running server; exit code 1 if something can't work."""
+    from .doctor.command import DoctorOptions, run_doctor  # noqa: PLC0415
+
+    sys.exit(run_doctor(DoctorOptions(config, url, token_file), as_json=as_json))
+
+
+@app.command()
+def top(
+    url: Url = "http://127.0.0.1:9555",
+    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading.")] = False,
+    as_json: AsJson = False,
+    token_file: TokenFile = None,
+) -> None:
+    """Watch a running server: hit ratios, lookups, evictions, sessions, queues. q quits."""
+    from .top import TopOptions, run_top  # noqa: PLC0415
+
+    run_top(TopOptions(url, interval, token_file, once), as_json=as_json)
+
+
+@tiers_app.callback(invoke_without_command=True)
+def tiers(
+    context: typer.Context,
+    url: Url = "http://127.0.0.1:9555",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the settings that can be changed while a server runs; `tiers set` changes them."""
+    if context.invoked_subcommand is None:
+        from .tiers_command import Server, show_settings  # noqa: PLC0415
+
+        show_settings(Server(url, token_file), as_json=as_json)
+
+
+@tiers_app.command(name="set")
+def tiers_set(
+    settings: Annotated[list[str], typer.Argument(help="Such as disk.capacity=200GiB.")],
+    guard: Annotated[
+        str | None,
+        typer.Option(help="Roll back if the hit ratio falls, such as drop=0.05,within=10m."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen.")] = False,
+    version: Annotated[
+        int | None, typer.Option("--if-version", help="Only if the settings have this version.")
+    ] = None,
+    url: Url = "http://127.0.0.1:9555",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change settings of a running server, all of them or none."""
+    from .tiers_command import Server, Wanted, change_settings  # noqa: PLC0415
+
+    wanted = Wanted(settings, guard, dry_run, version)
+    change_settings(Server(url, token_file), wanted, as_json=as_json)
+
+
+@app.command()
+def audit(
+    limit: Annotated[int, typer.Option(min=1, max=500, help="Entries to show.")] = 20,
+    before: Annotated[int | None, typer.Option(help="Show entries older than this one.")] = None,
+    url: Url = "http://127.0.0.1:9555",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show who changed which setting when, and what followed."""
+    from .tiers_command import Server, show_audit  # noqa: PLC0415
+
+    show_audit(Server(url, token_file), limit=limit, before=before, as_json=as_json)
 
 
 @app.command()

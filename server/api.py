@@ -6,35 +6,25 @@ state it reads. Every error is a problem document (RFC 9457).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Annotated, Literal
 
-from fastapi import FastAPI, HTTPException, Path, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from . import __version__
-from .config import EffectiveSettings, Settings
+from .access import Access, access_options
+from .config import Settings
 from .core import NamespaceReading, SessionReading, TenantReading, TierReading
 from .hierarchy import Hierarchy
 from .metrics import Metrics
+from .problems import Problem, problem
 from .readings import Readings
 from .stats import Stats, read_stats
-
-PROBLEM_MEDIA_TYPE = "application/problem+json"
-
-
-class Problem(BaseModel):
-    """An error as RFC 9457 describes it."""
-
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str
-    instance: str
 
 
 class Health(BaseModel):
@@ -44,9 +34,16 @@ class Health(BaseModel):
 
 
 def build_app(
-    hierarchy: Hierarchy, metrics: Metrics, settings: Settings, ready: Callable[[], bool]
+    hierarchy: Hierarchy,
+    metrics: Metrics,
+    settings: Settings,
+    ready: Callable[[], bool],
+    routers: Iterable[APIRouter] = (),
 ) -> FastAPI:
-    """Return the control plane over `hierarchy`; `ready` says whether all memory is allocated."""
+    """Return the control plane over `hierarchy`, with more routes.
+
+    `ready` says whether all memory is allocated.
+    """
     app = FastAPI(
         title="kvtier",
         version=__version__,
@@ -56,6 +53,8 @@ def build_app(
     _add_health(app, ready)
     readings = Readings(hierarchy)
     _add_readings(app, readings, ready)
+    for router in routers:
+        app.include_router(router)
 
     @app.get("/metrics", response_class=Response)
     async def metrics_text() -> Response:
@@ -63,11 +62,7 @@ def build_app(
         readings.refresh_metrics()
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    @app.get("/v1/config")
-    async def config() -> EffectiveSettings:
-        """The settings in force, as a settings file would hold them."""
-        return settings.effective()
-
+    app.add_middleware(Access, options=access_options(settings))
     app.add_exception_handler(StarletteHTTPException, _http_problem)
     app.add_exception_handler(RequestValidationError, _validation_problem)
     app.add_exception_handler(Exception, _server_problem)
@@ -124,32 +119,24 @@ def _add_readings(app: FastAPI, readings: Readings, ready: Callable[[], bool]) -
         return readings.tenants()
 
 
-def _problem(
-    request: Request, status: int, detail: str, headers: Mapping[str, str] | None = None
-) -> Response:
-    problem = Problem(
-        title=HTTPStatus(status).phrase, status=status, detail=detail, instance=request.url.path
-    )
-    return Response(
-        problem.model_dump_json(), status, dict(headers or {}), media_type=PROBLEM_MEDIA_TYPE
-    )
-
-
 async def _http_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException), "registered for these only"
     detail = str(error.detail)
     if detail == HTTPStatus(error.status_code).phrase:
-        detail = f"{request.method} {request.url.path} is not served here; /docs lists what is."
-    return _problem(request, error.status_code, detail, error.headers)
+        detail = (
+            f"{request.method} {request.scope['path']} is not served here; /docs lists what is."
+        )
+    return problem(request.scope["path"], error.status_code, detail, error.headers)
 
 
 async def _validation_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError), "registered for these only"
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return _problem(request, 422, f"{where}: {first['msg']}.")
+    return problem(request.scope["path"], 422, f"{where}: {first['msg']}.")
 
 
 async def _server_problem(request: Request, error: Exception) -> Response:
     # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
-    return _problem(request, 500, f"{type(error).__name__}: the server's log has the details.")
+    detail = f"{type(error).__name__}: the server's log has the details."
+    return problem(request.scope["path"], 500, detail)

@@ -21,6 +21,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    SecretStr,
     ValidationError,
 )
 from pydantic_core import ErrorDetails
@@ -32,10 +33,10 @@ from pydantic_settings import (
 )
 
 from .errors import SettingsError
+from .http_section import HttpSettings, HttpTokens, check_http, check_token
 from .sections import (
     DiskSettings,
     HostSettings,
-    HttpSettings,
     LoadSettings,
     LogSettings,
     Part,
@@ -47,11 +48,17 @@ from .sections import (
     not_one_of,
     number,
     socket_path,
+    state_path,
 )
 from .sizes import format_size, machine_memory, shown
 
 PREFIX = "KVTIER_"
 NESTING = "__"
+CLIENT_VARIABLE = "KVTIER_TOKEN"
+"""Holds the token that the commands send. It is no setting of a server."""
+
+SECRETS = ("password", "token")
+"""How keys end whose values are shown nowhere."""
 
 EffectiveSettings: TypeAlias = dict[str, Scalar | Section]
 
@@ -60,6 +67,12 @@ def default_blocks() -> Path:
     """Return where `kvtier up` keeps blocks on disk unless a setting says otherwise."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "kvtier" / "blocks"
+
+
+def default_state() -> Path:
+    """Return where a server keeps its state unless a setting says otherwise."""
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "kvtier"
 
 
 def default_socket() -> Path:
@@ -88,6 +101,12 @@ class Settings(Part):
         description="Default 5. Longest time from SIGTERM to the end of the process. Raise it "
         "when long stores should finish first.",
     )
+    state: Annotated[Path, BeforeValidator(state_path)] = Field(
+        default_factory=default_state,
+        description="Default $XDG_STATE_HOME/kvtier, or ~/.local/state/kvtier without that. "
+        "Directory for what was changed while the server ran, and for the audit. Set it where "
+        "the home directory is not writable.",
+    )
     http: HttpSettings = HttpSettings()
     host: HostSettings = HostSettings()
     disk: DiskSettings = DiskSettings()
@@ -103,25 +122,41 @@ class Settings(Part):
             "socket": str(self.socket),
             "allow_group": self.allow_group,
             "shutdown_seconds": self.shutdown_seconds,
+            "state": str(self.state),
         }
         return flat | parts
 
     def redis_password(self) -> str | None:
         """Return the secret itself: for Redis alone. Blocks. Raises SettingsError."""
-        file = self.redis.password_file
-        if file is None:
-            return self.redis.password.get_secret_value() if self.redis.password else None
-        try:
-            return file.read_text("utf-8").rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(
-                f"redis.password_file ({file}) can't be read: {type(error).__name__}. Let this "
-                f"user read it."
-            ) from None
+        return _secret(self.redis.password, "redis.password_file", self.redis.password_file)
+
+    def http_tokens(self) -> HttpTokens:
+        """Return the secrets themselves: for access control alone. Blocks. Raises SettingsError."""
+        http = self.http
+        change = _secret(http.token, "http.token_file", http.token_file)
+        read = _secret(http.read_token, "http.read_token_file", http.read_token_file)
+        for key, token in (("http.token", change), ("http.read_token", read)):
+            if token is not None:
+                check_token(key, token)
+        if change is not None and change == read:
+            raise SettingsError("http.token and http.read_token are the same: change one of them.")
+        return HttpTokens(change, read)
 
     def group_id(self) -> int | None:
         """Return the number of `allow_group`, or None where only the same user may connect."""
         return grp.getgrnam(self.allow_group).gr_gid if self.allow_group else None
+
+
+def client_token(file: Path | None = None) -> str | None:
+    """Return the token that a command sends: what `file` holds, else KVTIER_TOKEN.
+
+    Blocks. Raises SettingsError.
+    """
+    given = os.environ.get(CLIENT_VARIABLE)
+    token = _secret(SecretStr(given) if given else None, "--token-file", file)
+    if token is not None:
+        check_token(CLIENT_VARIABLE if file is None else "--token-file", token)
+    return token
 
 
 def descriptions(model: type[BaseModel] = Settings, parents: str = "") -> dict[str, str]:
@@ -166,10 +201,45 @@ def load_settings(
     try:
         loaded = Loaded()
     except ValidationError as error:
-        raise SettingsError(_sentence(error.errors()[0], given, file)) from None
+        first = error.errors()[0]
+        raise SettingsError(_sentence(first, _place(_key(first), given, file))) from None
     settings = Settings.model_construct(**dict(loaded))
     _check_together(settings)
     return settings
+
+
+def changed(settings: Settings, changes: Mapping[str, Scalar]) -> Settings:
+    """Return the settings with some changed, by dotted key, checked as a whole.
+
+    Raises SettingsError, with one sentence.
+    """
+    sections: dict[str, Part] = {}
+    for name, values in _nested(changes).items():
+        part = getattr(settings, name, None)
+        if not isinstance(part, Part) or not isinstance(values, dict):
+            raise SettingsError(f'There is no section "{name}" of settings that can be changed.')
+        try:
+            checked = type(part).model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            first["loc"] = (name, *first["loc"])
+            raise SettingsError(_sentence(first, "")) from None
+        sections[name] = part.model_copy(update={key: getattr(checked, key) for key in values})
+    new = settings.model_copy(update=sections)
+    _check_together(new)
+    return new
+
+
+def _secret(given: SecretStr | None, key: str, file: Path | None) -> str | None:
+    """Return a secret, of `file` if there is one. Raises SettingsError, without the secret."""
+    if file is None:
+        return given.get_secret_value() if given else None
+    try:
+        return file.read_text("utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f"{key} ({file}) can't be read: {type(error).__name__}. Let this user read it."
+        ) from None
 
 
 def _check_together(settings: Settings) -> None:
@@ -179,6 +249,7 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(
             "redis.password and redis.password_file are both set: leave one of them out."
         )
+    check_http(settings.http)
     if host.low_watermark >= host.high_watermark:
         raise SettingsError(
             f"host.low_watermark ({host.low_watermark}) must be below host.high_watermark "
@@ -195,10 +266,11 @@ def _check_together(settings: Settings) -> None:
 def _check_environment(environ: Mapping[str, str]) -> None:
     """Raise SettingsError for a variable that looks like a setting of ours but is none."""
     valid = {_letters(_variable(key)): _variable(key) for key in descriptions()}
+    known = {*valid.values(), CLIENT_VARIABLE}
     for name in sorted(environ):
         ours = _letters(name).startswith(_letters(PREFIX))
         misspelt = difflib.get_close_matches(_letters(name), valid, 1, cutoff=0.9)
-        if not (ours or misspelt) or name in valid.values() or _of_kubernetes(name, environ[name]):
+        if not (ours or misspelt) or name in known or _of_kubernetes(name, environ[name]):
             continue
         begun = [key for key in valid if key.startswith(_letters(name))]
         nearest = valid[(begun or difflib.get_close_matches(_letters(name), valid, 1, 0))[0]]
@@ -271,22 +343,29 @@ def _nested(given: Mapping[str, Scalar]) -> dict[str, object]:
     return nested
 
 
-def _sentence(error: ErrorDetails, given: Mapping[str, Scalar], file: Path | None) -> str:
-    """Return one of pydantic's errors as a sentence that names the key and the fix."""
-    key = ".".join(str(part) for part in error["loc"])
-    place = f" (in {file})"
+def _key(error: ErrorDetails) -> str:
+    return ".".join(str(part) for part in error["loc"])
+
+
+def _place(key: str, given: Mapping[str, Scalar], file: Path | None) -> str:
+    """Return where a value stands, in brackets."""
     if key in given:
-        place = " (on the command line)"
-    elif _variable(key) in os.environ:
-        place = f" (in {_variable(key)})"
+        return " (on the command line)"
+    if _variable(key) in os.environ:
+        return f" (in {_variable(key)})"
+    return f" (in {file})"
+
+
+def _sentence(error: ErrorDetails, place: str) -> str:
+    """Return one of pydantic's errors as a sentence that names the key and the fix."""
+    key = _key(error)
     context, value = error.get("ctx", {}), error["input"]
-    if key.endswith("password"):
+    if key.endswith(SECRETS):
         value = "what it holds"  # Whatever it is, it is not for a log.
     match error["type"]:
         case "extra_forbidden":
-            return (
-                f'There is no setting "{key}"{place}: the nearest valid one is "{_nearest(key)}".'
-            )
+            nearest = _nearest(key, value)
+            return f'There is no setting "{key}"{place}: the nearest valid one is "{nearest}".'
         case "value_error":
             what = str(context["error"])
         case "literal_error":
@@ -299,9 +378,11 @@ def _sentence(error: ErrorDetails, given: Mapping[str, Scalar], file: Path | Non
     return f"{key}{place}: {what}."
 
 
-def _nearest(key: str) -> str:
+def _nearest(key: str, value: object) -> str:
     """Return the valid key nearest to `key`: one with the same last part, else by spelling."""
-    valid = [*descriptions(), *(name for name, part in Settings() if isinstance(part, Part))]
+    valid = [name for name, part in Settings() if isinstance(part, Part)]
+    if "." in key or not isinstance(value, dict):
+        valid += descriptions()
     last = key.rpartition(".")[2]
     close = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in valid], 1, 0.8)
     candidates = [name for name in valid if close and name.rpartition(".")[2] == close[0]] or valid

@@ -6,9 +6,12 @@ import errno
 import http.client
 import socket
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+"""Addresses that mean all of a machine's, and where the machine itself reaches them."""
 PROBE_SECONDS = 2.0
 """Longest wait of one question. None of them is worth more: it is asked again."""
 
@@ -30,7 +33,7 @@ class Endpoint:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
-    def get(self, path: str) -> tuple[int, bytes] | None:
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, bytes] | None:
         """Return status and body of a GET, or None if nobody answers. Takes PROBE_SECONDS."""
         connection = self._connection()
         try:
@@ -38,7 +41,7 @@ class Endpoint:
                 connection.sock = socket.socket(socket.AF_UNIX)
                 connection.sock.settimeout(PROBE_SECONDS)
                 connection.sock.connect(self.uds)
-            connection.request("GET", path)
+            connection.request("GET", path, headers=dict(headers or {}))
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException):

@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from .core import SHARED_HASHES
-from .endpoints import Endpoint
+from .endpoints import ANYWHERE, Endpoint
 from .errors import StartError
 from .sizes import machine_memory
 
@@ -166,7 +166,7 @@ def _endpoint(options: Mapping[str, str]) -> Endpoint:
     if not given.isdecimal() or not 0 < int(given) < 65536:
         raise StartError(f"--port {given} is not a port that vLLM can be watched on: write 8000.")
     host = options.get("host", "")
-    anywhere = {"": "127.0.0.1", "None": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+    anywhere = {"": "127.0.0.1", "None": "127.0.0.1", **ANYWHERE}
     tls = "ssl-certfile" in options or "ssl-keyfile" in options
     return Endpoint(anywhere.get(host, host), int(given), tls, options.get("uds"))
 

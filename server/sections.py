@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import grp
-import ipaddress
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -19,7 +18,7 @@ from .policies import POLICIES
 from .sizes import format_size, parse_size, shown
 
 Scalar: TypeAlias = str | int | float | None
-Section: TypeAlias = dict[str, Scalar]
+Section: TypeAlias = dict[str, Scalar | list[str]]
 
 
 def number(value: object) -> object:
@@ -44,21 +43,12 @@ def known_group(name: str | None) -> str | None:
     return name
 
 
-def _loopback(host: str) -> str:
-    try:
-        inside = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        inside = False
-    if not inside:
-        raise ValueError(
-            f'"{host}" is not a loopback address, and this version has no access token for '
-            f'others: write "127.0.0.1" and put a proxy with a login in front of it'
-        )
-    return host
-
-
 def socket_path(value: object) -> Path:
     return path_of(value, "/run/kvtier/kvtier.sock")
+
+
+def state_path(value: object) -> Path:
+    return path_of(value, "/var/lib/kvtier")
 
 
 def _directory(value: object) -> Path | None:
@@ -133,24 +123,11 @@ class Part(BaseModel):
                 plain[name] = format_size(value)
             elif isinstance(value, Path | SecretStr):
                 plain[name] = str(value)
+            elif isinstance(value, tuple):
+                plain[name] = list(value)
             else:
                 plain[name] = value
         return plain
-
-
-class HttpSettings(Part):
-    """Where the control plane listens."""
-
-    host: Annotated[str, AfterValidator(_loopback)] = Field(
-        "127.0.0.1",
-        description="Default 127.0.0.1. Address of the HTTP control plane; loopback only. "
-        "Change it to ::1 where there is no IPv4.",
-    )
-    port: Annotated[int, BeforeValidator(number), Field(ge=0, le=65535)] = Field(
-        9555,
-        description="Default 9555. TCP port of the HTTP control plane; 0 takes any free one. "
-        "Change it when another program has the port.",
-    )
 
 
 class HostSettings(Part):
@@ -210,8 +187,8 @@ class DiskSettings(Part):
         "Raise it where others need the room.",
     )
     policy: PolicyName = Field(
-        "auto",
-        description="Default auto. Names the blocks that leave first when the tier is full. "
+        "mq",
+        description="Default mq. Names the blocks that leave first when the tier is full. "
         f"One of: {', '.join(POLICIES)}. Change it where kvtier replay shows a better one.",
     )
     write_mode: WriteModeName = Field(
@@ -237,6 +214,16 @@ class DiskSettings(Part):
         description="Default none. Whether blocks are compressed, without loss: never, always, or "
         "where they are measured to come back sooner for it. Change it to auto for a slow disk, "
         "to always for a small one; both need kvtier[compression].",
+    )
+    slow_seconds: Annotated[float, BeforeValidator(number), Field(gt=0, le=60)] = Field(
+        2.0,
+        description="Default 2. A read or write that takes longer counts as a failure. Raise it "
+        "for a network file system that is slow now and then.",
+    )
+    failures: Annotated[int, BeforeValidator(number), Field(ge=1, le=1000)] = Field(
+        3,
+        description="Default 3. Failures in a row after which the tier is left alone for a while. "
+        "Raise it where single failures are normal.",
     )
     threads: Annotated[int, BeforeValidator(number), Field(ge=2, le=64)] = Field(
         4,
@@ -293,8 +280,8 @@ class RedisSettings(Part):
         "blocks of many MB.",
     )
     policy: PolicyName = Field(
-        "auto",
-        description="Default auto. Names the blocks of this server that leave first. "
+        "mq",
+        description="Default mq. Names the blocks of this server that leave first. "
         f"One of: {', '.join(POLICIES)}.",
     )
     write_mode: WriteModeName = Field(
@@ -314,6 +301,10 @@ class RedisSettings(Part):
         "none",
         description="Default none. As disk.codec. Change it to auto for a slow network, to always "
         "where Redis has little memory.",
+    )
+    failures: Annotated[int, BeforeValidator(number), Field(ge=1, le=1000)] = Field(
+        3,
+        description="Default 3. As disk.failures; a call that takes timeout_seconds is one.",
     )
     connections: Annotated[int, BeforeValidator(number), Field(ge=2, le=64)] = Field(
         4,

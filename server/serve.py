@@ -23,14 +23,17 @@ import uvloop
 from fastapi import FastAPI
 
 from .api import build_app
+from .audit import Audit
 from .config import Settings
 from .dataplane import DataPlane, DataPlaneOptions
-from .errors import StartError
+from .errors import SettingsError, StartError
 from .hierarchy import Hierarchy
+from .http_section import HttpSettings
+from .live import Kept, Live, forget, load_kept, state_folder
 from .lowers import configured, drain, look_after, lower_tiers
 from .metrics import Metrics
 from .recording import Recorder
-from .sections import HttpSettings
+from .routes_tiers import settings_router
 from .sizes import format_size
 from .tiers.host import HostOptions, HostTier
 from .tiers.slab import HugePages
@@ -40,6 +43,7 @@ from .worth import LoadMode
 log = logging.getLogger("kvtier.serve")
 
 LAG_SAMPLE_SECONDS = 0.1
+FOLLOW_SECONDS = 1.0
 DRAIN_SHARE = 0.6
 """Share of the shutdown time in which lower tiers still get what is theirs."""
 SWITCH_SECONDS = 0.0005
@@ -48,13 +52,19 @@ HTTP_GRACE_SHARE = 0.5
 """Share of the shutdown time that HTTP requests in flight may take."""
 
 
-def serve(settings: Settings) -> None:
-    """Run a server until SIGTERM or SIGINT. Blocks. Raises StartError if it can't run here."""
+def serve(settings: Settings, again: Callable[[], Settings], *, reset: bool = False) -> None:
+    """Run a server until SIGTERM or SIGINT. Blocks. Raises StartError if it can't run here.
+
+    `again` reads the settings anew, at SIGHUP; `reset` forgets what was changed at run time.
+    """
+    if reset:
+        forget(settings)
+    settings, kept = load_kept(settings)
     _log_to_stderr(settings.log.level)
     sys.setswitchinterval(SWITCH_SECONDS)
     _collect_only_what_is_young()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(Server(settings).run())
+        runner.run(Server(settings, kept, again).run())
 
 
 def _collect_only_what_is_young() -> None:
@@ -77,8 +87,9 @@ def _collect_only_what_is_young() -> None:
 class Server:
     """The parts of one server, and their life from start to stop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, kept: Kept, again: Callable[[], Settings]) -> None:
         self.settings = settings
+        self._again = again
         self.metrics = Metrics(configured(settings))
         self.host = HostTier(_host_options(settings), self.metrics)
         self.lowers = lower_tiers(settings, self.metrics, self._post)
@@ -89,6 +100,8 @@ class Server:
             LoadMode(settings.loads.mode), settings.loads.wait_seconds
         )
         self.hierarchy.pins.share = settings.host.pin_share
+        self.audit = Audit(state_folder(settings), time.time)
+        self.live = Live(settings, kept, self.hierarchy, self.audit, time.monotonic)
         self._loop: asyncio.AbstractEventLoop | None = None
         options = DataPlaneOptions(settings.socket, settings.group_id())
         self.plane = DataPlane(self.hierarchy, self.metrics, options)
@@ -100,12 +113,15 @@ class Server:
         self._held = self.metrics.loop_hold_seconds.labels("lower")
         self._allocated = False
         self._stop = asyncio.Event()
+        self._reloads: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Serve until a signal comes. Raises StartError, also when memory turns out too short."""
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
+        self.audit.load()
         with contextlib.closing(_bind(self.settings.http)) as listener:
             try:
                 await self.plane.start()
@@ -116,9 +132,18 @@ class Server:
                     tier.close()
                 self.host.close()
 
+    def app(self) -> FastAPI:
+        """Return the control plane."""
+        return build_app(
+            self.hierarchy,
+            self.metrics,
+            self.settings,
+            lambda: self._allocated,
+            [settings_router(self.live)],
+        )
+
     async def _serve(self, listener: socket.socket) -> None:
-        app = build_app(self.hierarchy, self.metrics, self.settings, lambda: self._allocated)
-        web = _Web(_web_options(app, self.settings))
+        web = _Web(_web_options(self.app(), self.settings))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(web.serve([listener]))
@@ -126,6 +151,7 @@ class Server:
                     group.create_task(self._allocate()),
                     group.create_task(_sample_lag(self.metrics)),
                     group.create_task(look_after(self.lowers)),
+                    group.create_task(_follow(self.live)),
                 ]
                 if self.recorder is not None:
                     background.append(group.create_task(self.recorder.run()))
@@ -135,6 +161,7 @@ class Server:
                 for task in background:
                     task.cancel()
                 await self.plane.stop()
+                await self.live.close()
                 web.should_exit = True
                 seconds = self.settings.shutdown_seconds * DRAIN_SHARE
                 await drain(self.lowers, self.hierarchy.flush(), seconds)
@@ -149,9 +176,22 @@ class Server:
         self._allocated = True
         log.info(
             "ready: %s of host memory allocated in %.1f s",
-            format_size(self.settings.host.capacity),
+            format_size(self.host.options.capacity_bytes),
             time.monotonic() - began,
         )
+        await self.live.resizer.run()
+
+    def _reload(self) -> None:
+        """SIGHUP: read the settings again."""
+        task = asyncio.get_running_loop().create_task(self._read_again())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+    async def _read_again(self) -> None:
+        try:
+            await self.live.reload(await asyncio.to_thread(self._again))
+        except SettingsError as error:
+            log.error("the settings stay as they are: %s", error)
 
     def _post(self, call: Callable[[], None]) -> None:
         """Make a call on the loop, from any thread; nothing once the loop is closed."""
@@ -172,7 +212,7 @@ class Server:
     def _announce(self, listener: socket.socket) -> None:
         address, port = listener.getsockname()[:2]
         log.info(
-            "kvtier serves engines on %s and HTTP on http://%s:%d, host tier %s, policy %s%s",
+            "kvtier serves engines on %s and HTTP on http://%s:%d, host tier %s, policy %s%s%s",
             self.settings.socket,
             f"[{address}]" if ":" in address else address,
             port,
@@ -182,6 +222,7 @@ class Server:
                 f", {tier.tier} tier {format_size(tier.options.capacity_bytes)}"
                 for tier in self.lowers
             ),
+            "" if self.settings.http.guarded else ", HTTP without a token",
         )
 
 
@@ -199,6 +240,7 @@ def _web_options(app: FastAPI, settings: Settings) -> uvicorn.Config:
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # What they say of the client is not to be trusted.
         timeout_graceful_shutdown=max(1, int(settings.shutdown_seconds * HTTP_GRACE_SHARE)),
     )
 
@@ -224,6 +266,13 @@ def _bind(http: HttpSettings) -> socket.socket:
             f"HTTP can't be served on {http.host}, port {http.port} ({error.strerror}): "
             f"stop what has the port, or set http.port (--port) to another."
         ) from error
+
+
+async def _follow(live: Live) -> None:
+    while True:
+        await asyncio.sleep(FOLLOW_SECONDS)
+        live.tick()
+        await live.follow()
 
 
 async def _sample_lag(metrics: Metrics) -> None:

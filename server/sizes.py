@@ -45,6 +45,14 @@ def format_size(size: int) -> str:
     return min(exact, key=len, default=f"{size} bytes")
 
 
+def rough_size(size: float) -> str:
+    """Return bytes for a person: three digits and a unit."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
 def machine_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, str]:

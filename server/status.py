@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
-from http.client import HTTPException
+from pathlib import Path
 
 import msgspec
 from rich.bar import Bar
@@ -14,12 +12,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from .asking import login, read
 from .core import NamespaceReading, SessionReading, SlotState, StoreOutcome, Tier, TierReading
-from .errors import KVTierError
+from .sizes import rough_size
 from .stats import Stats
 
-TIMEOUT_SECONDS = 5
-ANSWER_BYTES_AT_MOST = 16 << 20
 BAR_WIDTH = 30
 NEARLY_FULL = 0.95
 _LEVELS = {Tier.HOST: "L1", Tier.DISK: "L2", Tier.REDIS: "L2"}
@@ -35,14 +32,10 @@ class Status:
     namespaces: list[NamespaceReading]
 
 
-class StatusError(KVTierError):
-    """No kvtier server can be read at the URL."""
-
-
-def show_status(url: str, *, as_json: bool) -> None:
-    """Print the status of the server at `url`. Blocks. Raises StatusError."""
+def show_status(url: str, *, as_json: bool, token_file: Path | None = None) -> None:
+    """Print the status of the server at `url`. Blocks. Raises AskError, SettingsError."""
     url = url.rstrip("/")
-    status = read_status(url)
+    status = read_status(url, token_file)
     console = Console(highlight=False, markup=False, emoji=False)
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(status), indent=2).decode()
@@ -51,38 +44,15 @@ def show_status(url: str, *, as_json: bool) -> None:
         console.print(render(status, url))
 
 
-def read_status(url: str) -> Status:
-    """Return all readings of the server at `url`. Blocks. Raises StatusError."""
-    if not url.startswith(("http://", "https://")):
-        raise StatusError(f'"{url}" is not a URL: write for example http://127.0.0.1:9555.')
-    try:
-        return Status(
-            stats=msgspec.json.decode(_get(f"{url}/v1/stats"), type=Stats),
-            tiers=msgspec.json.decode(_get(f"{url}/v1/tiers"), type=list[TierReading]),
-            sessions=msgspec.json.decode(_get(f"{url}/v1/sessions"), type=list[SessionReading]),
-            namespaces=msgspec.json.decode(
-                _get(f"{url}/v1/namespaces"), type=list[NamespaceReading]
-            ),
-        )
-    except (msgspec.DecodeError, urllib.error.HTTPError, HTTPException) as error:
-        raise StatusError(
-            f"What answers at {url} is not a kvtier server of this version ({error}): name the "
-            f"server's HTTP address with --url."
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise StatusError(
-            f"No kvtier server answers at {url} ({reason}): start one with `kvtier serve`, or name "
-            f"its HTTP address with --url."
-        ) from error
-
-
-def _get(url: str) -> bytes:
-    # Without proxies: the control plane is on this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=TIMEOUT_SECONDS) as answer:
-        body: bytes = answer.read(ANSWER_BYTES_AT_MOST)
-        return body
+def read_status(url: str, token_file: Path | None = None) -> Status:
+    """Return all readings of the server at `url`. Blocks. Raises AskError, SettingsError."""
+    headers = login(token_file)
+    return Status(
+        stats=read(url, "/v1/stats", Stats, headers),
+        tiers=read(url, "/v1/tiers", list[TierReading], headers),
+        sessions=read(url, "/v1/sessions", list[SessionReading], headers),
+        namespaces=read(url, "/v1/namespaces", list[NamespaceReading], headers),
+    )
 
 
 def render(status: Status, url: str) -> RenderableType:
@@ -106,7 +76,7 @@ def _tiers(readings: list[TierReading]) -> RenderableType:
             Text(reading.tier, style="bold"),
             _bar(share),
             f"{share:.0%}",
-            f"{_size(reading.used_bytes)} of {_size(reading.capacity_bytes)}",
+            f"{rough_size(reading.used_bytes)} of {rough_size(reading.capacity_bytes)}",
             f"{reading.blocks:,} blocks",
         )
         table.add_row("", Text(f"policy {reading.policy}, {_about(reading)}", style="dim"))
@@ -121,7 +91,7 @@ def _about(reading: TierReading) -> str:
     assert lower is not None, "a tier is the host tier or a lower one"
     if not lower.up:
         return "left alone for now: the server's log says why"
-    speed = f", reads at {_size(int(lower.read_bandwidth))}/s" if lower.read_bandwidth else ""
+    speed = f", reads at {rough_size(int(lower.read_bandwidth))}/s" if lower.read_bandwidth else ""
     return f"written {lower.write_mode.replace('_', ' ')}{speed}"
 
 
@@ -131,7 +101,7 @@ def _under_way(reading: TierReading) -> str:
         in_use = sum(slots[state] for state in (SlotState.RESERVED, SlotState.LIMBO))
         return f"{in_use:,} slots promised"
     assert reading.lower is not None, "a tier is the host tier or a lower one"
-    return f"{_size(reading.lower.queued_write_bytes)} to be written"
+    return f"{rough_size(reading.lower.queued_write_bytes)} to be written"
 
 
 def _bar(share: float) -> Bar:
@@ -203,18 +173,10 @@ def _namespaces(readings: list[NamespaceReading]) -> RenderableType:
             reading.manifest.kv_dtype,
             f"{reading.manifest.block_tokens:,}",
             f"{reading.blocks:,}",
-            _size(reading.used_bytes),
+            rough_size(reading.used_bytes),
             f"{reading.sessions:,}",
         )
     return table
-
-
-def _size(size: int) -> str:
-    """Return bytes for a person: three digits and a unit."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} B"
 
 
 def _age(seconds: float) -> str:

@@ -23,9 +23,10 @@ from rich.text import Text
 
 from .children import FORWARDED, Child
 from .config import NESTING, PREFIX, Settings, default_blocks
-from .endpoints import Endpoint, free_port, listens
+from .endpoints import ANYWHERE, Endpoint, free_port, listens
 from .engine_command import EngineCommand, engine_command, engine_environment
 from .errors import StartError
+from .http_section import HttpSettings
 
 SERVER_START_SECONDS = 600.0
 """Touching a terabyte of memory takes a few minutes."""
@@ -50,7 +51,7 @@ def run_up(vllm_args: Sequence[str], settings: Settings) -> int:
     joins = listens(settings.socket)
     if not joins:
         settings = _with_disk(_with_port(settings))
-    control = Endpoint(settings.http.host, settings.http.port)
+    control = _control(settings.http)
     _check(engine, None if joins else control)
     with _stop_signals() as stops:
         return _Up(settings, engine, stops, joins=joins).run()
@@ -100,7 +101,7 @@ class _Up:
         self._command = command
         self._stops = stops
         self._joins = joins
-        self._control = Endpoint(settings.http.host, settings.http.port)
+        self._control = _control(settings.http)
         self._server: Child | None = None
         self._engine: Child | None = None
         self._console = Console(highlight=False, soft_wrap=True)
@@ -190,7 +191,7 @@ class _Up:
     def _control_url(self) -> str | None:
         """Return the control plane's address, or None if a joined server has it elsewhere."""
         if self._joins:
-            answer = self._control.get("/v1/config")
+            answer = self._control.get("/v1/config", _login(self._settings))
             served = _socket_of(answer[1]) if answer and answer[0] == 200 else None
             if served != str(self._settings.socket):
                 return None
@@ -253,6 +254,18 @@ def _with_disk(settings: Settings) -> Settings:
     return settings.model_copy(update={"disk": disk})
 
 
+def _control(http: HttpSettings) -> Endpoint:
+    """Return where this machine reaches the control plane."""
+    return Endpoint(ANYWHERE.get(http.host, http.host), http.port)
+
+
+def _login(settings: Settings) -> dict[str, str]:
+    """Return the headers that the control plane wants. Raises SettingsError."""
+    tokens = settings.http_tokens()
+    token = tokens.change or tokens.read
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
 def _server_environment(environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
     """Return `environ` with exactly these settings, whatever it said about them."""
     environment = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
@@ -260,10 +273,15 @@ def _server_environment(environ: Mapping[str, str], settings: Settings) -> dict[
         keys = value if isinstance(value, dict) else {"": value}
         for key, scalar in keys.items():
             if scalar is not None:
-                variable = f"{PREFIX}{name}{NESTING if key else ''}{key}".upper()
-                environment[variable] = str(scalar)
-    if (secret := settings.redis.password) is not None:
-        environment[f"{PREFIX}REDIS{NESTING}PASSWORD"] = secret.get_secret_value()
+                text = ",".join(scalar) if isinstance(scalar, list) else str(scalar)
+                environment[f"{PREFIX}{name}{NESTING if key else ''}{key}".upper()] = text
+    for variable, secret in (
+        (f"{PREFIX}REDIS{NESTING}PASSWORD", settings.redis.password),
+        (f"{PREFIX}HTTP{NESTING}TOKEN", settings.http.token),
+        (f"{PREFIX}HTTP{NESTING}READ_TOKEN", settings.http.read_token),
+    ):
+        if secret is not None:
+            environment[variable] = secret.get_secret_value()
     return environment
 
 

@@ -11,12 +11,13 @@ import msgspec
 import pytest
 import yaml
 from kvtier import protocol as wire
-from kvtier.api import build_app
 from kvtier.client import FAILURES
 from kvtier.config import descriptions, load_settings
 from kvtier.core import Manifest, Role, SlotRef
 from kvtier.engine.options import KEYS, read_options
+from kvtier.live import Kept
 from kvtier.readings import Readings
+from kvtier.serve import Server
 from support import MANIFEST, hierarchy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,7 @@ def plain(cell):
 def read_cache():
     """Return a small cache and its metrics, read once."""
     cache = hierarchy(4)
+    cache.tenants.tally("acme").lookups += 1
     Readings(cache).refresh_metrics()
     cache.host.close()
     return cache, cache.metrics
@@ -92,8 +94,8 @@ def test_the_metrics_reference_has_exactly_the_metrics_with_their_types_and_labe
             for key, value in sample.labels.items():
                 if key != "le":
                     labels.setdefault(key, set()).add(value)
-        if "version" in labels:
-            labels["version"] = set()
+        for open_label in labels.keys() & {"version", "tenant"}:
+            labels[open_label] = set()
         existing[name] = (family.type, labels)
     assert documented == existing
 
@@ -125,11 +127,15 @@ def test_every_metric_that_a_document_names_exists():
 
 
 def test_the_routes_reference_has_exactly_the_routes():
-    cache, metrics = read_cache()
-    app = build_app(cache, metrics, load_settings(), lambda: True)
+    paths = Server(load_settings(), Kept(1, 1, {}), load_settings).app().openapi()["paths"]
+    known = {
+        path if method == "get" else f"{method.upper()} {path}"
+        for path, methods in paths.items()
+        for method in methods
+    }
     rows = [plain(route) for route, _ in table(OPERATIONS, "routes")]
     assert len(rows) == len(set(rows))
-    assert set(rows) == set(app.openapi()["paths"])
+    assert set(rows) == known
 
 
 def source_texts():
@@ -197,8 +203,9 @@ def test_the_example_settings_are_all_settings_with_their_defaults():
     example = load_settings(EXAMPLE).effective()
     written = yaml.safe_load(EXAMPLE.read_text("utf-8"))
     assert str(example.pop("socket")) == written.pop("socket") == "/run/kvtier/kvtier.sock"
+    assert str(example.pop("state")) == written.pop("state") == "/var/lib/kvtier"
     defaults = load_settings().effective()
-    del defaults["socket"]
+    del defaults["socket"], defaults["state"]
     assert example == written == defaults
 
 

@@ -41,28 +41,41 @@ def refusal(call, *arguments):
 
 def test_nothing_set_gives_the_documented_defaults(monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    monkeypatch.setenv("XDG_STATE_HOME", "/home/u/.state")
     settings = load_settings()
     assert settings.effective() == {
         "socket": "/run/user/7/kvtier/kvtier.sock",
         "allow_group": None,
         "shutdown_seconds": 5.0,
-        "http": {"host": "127.0.0.1", "port": 9555},
+        "state": "/home/u/.state/kvtier",
+        "http": {
+            "host": "127.0.0.1",
+            "port": 9555,
+            "token": None,
+            "token_file": None,
+            "read_token": None,
+            "read_token_file": None,
+            "hosts": [],
+        },
         "host": {
             "capacity": "4GiB",
             "policy": "auto",
             "high_watermark": 0.98,
             "low_watermark": 0.95,
+            "pin_share": 0.25,
             "huge_pages": "auto",
         },
         "disk": {
             "path": None,
             "capacity": "20GiB",
             "keep_free": "1GiB",
-            "policy": "auto",
+            "policy": "mq",
             "write_mode": "through",
             "admission": "learned",
             "write_rate": None,
             "codec": "none",
+            "slow_seconds": 2.0,
+            "failures": 3,
             "threads": 4,
         },
         "redis": {
@@ -75,11 +88,12 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
             "capacity": "20GiB",
             "ttl_seconds": 604_800,
             "timeout_seconds": 0.25,
-            "policy": "auto",
+            "policy": "mq",
             "write_mode": "through",
             "admission": "always",
             "write_rate": None,
             "codec": "none",
+            "failures": 3,
             "connections": 4,
         },
         "loads": {"mode": "auto", "wait_seconds": 5.0},
@@ -199,8 +213,12 @@ def test_every_key_can_be_set_by_the_environment(monkeypatch):
         "KVTIER_SOCKET": "/tmp/e.sock",
         "KVTIER_ALLOW_GROUP": "root",
         "KVTIER_SHUTDOWN_SECONDS": "9",
+        "KVTIER_STATE": "/tmp/state",
         "KVTIER_HTTP__HOST": "localhost",
         "KVTIER_HTTP__PORT": "1234",
+        "KVTIER_HTTP__TOKEN_FILE": "/tmp/token",
+        "KVTIER_HTTP__READ_TOKEN_FILE": "/tmp/reading",
+        "KVTIER_HTTP__HOSTS": "kv.internal",
         "KVTIER_HOST__CAPACITY": "64MiB",
         "KVTIER_HOST__POLICY": "lru",
         "KVTIER_HOST__HIGH_WATERMARK": "0.9",
@@ -209,11 +227,13 @@ def test_every_key_can_be_set_by_the_environment(monkeypatch):
         "KVTIER_DISK__PATH": "/tmp/blocks",
         "KVTIER_DISK__CAPACITY": "64MiB",
         "KVTIER_DISK__KEEP_FREE": "2GiB",
-        "KVTIER_DISK__POLICY": "mq",
+        "KVTIER_DISK__POLICY": "lru",
         "KVTIER_DISK__WRITE_MODE": "on_evict",
         "KVTIER_DISK__ADMISSION": "cost",
         "KVTIER_DISK__WRITE_RATE": "50MiB",
         "KVTIER_DISK__CODEC": "always",
+        "KVTIER_DISK__SLOW_SECONDS": "3",
+        "KVTIER_DISK__FAILURES": "4",
         "KVTIER_DISK__THREADS": "8",
         "KVTIER_REDIS__URL": "rediss://cache:6380/1",
         "KVTIER_REDIS__USERNAME": "kvtier",
@@ -227,6 +247,7 @@ def test_every_key_can_be_set_by_the_environment(monkeypatch):
         "KVTIER_REDIS__ADMISSION": "second_hit",
         "KVTIER_REDIS__WRITE_RATE": "1GB",
         "KVTIER_REDIS__CODEC": "auto",
+        "KVTIER_REDIS__FAILURES": "5",
         "KVTIER_REDIS__CONNECTIONS": "9",
         "KVTIER_REDIS__PASSWORD_FILE": "/tmp/secret",
         "KVTIER_LOADS__MODE": "always",
@@ -235,14 +256,15 @@ def test_every_key_can_be_set_by_the_environment(monkeypatch):
         "KVTIER_RECORDING__CAPACITY": "1GiB",
         "KVTIER_LOG__LEVEL": "debug",
     }
-    assert len(values) == len(descriptions()) - 1, "and the password, which is not shown"
+    assert len(values) == len(descriptions()) - 3, "and three secrets, which are not shown"
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     effective = load_settings().effective()
     for name, value in values.items():
         section, _, key = name.removeprefix("KVTIER_").lower().rpartition("__")
         found = effective[section][key] if section else effective[key]
-        assert str(found).removesuffix(".0") == value
+        text = ",".join(found) if isinstance(found, list) else str(found)
+        assert text.removesuffix(".0") == value
 
 
 def test_a_wrong_value_from_the_environment_is_named_by_its_variable(monkeypatch):

@@ -84,7 +84,7 @@ def test_status_shows_tiers_sessions_and_namespaces():
 def test_a_name_that_looks_like_markup_is_shown_as_it_is(monkeypatch, capsys):
     space = dataclasses.replace(BUSY.namespaces[0], manifest=manifest(model="a[red]b:smile:"))
     status = dataclasses.replace(BUSY, namespaces=[space])
-    monkeypatch.setattr("kvtier.status.read_status", lambda url: status)
+    monkeypatch.setattr("kvtier.status.read_status", lambda *_: status)
     monkeypatch.setenv("COLUMNS", "120")
     show_status("http://[::1]:9555/", as_json=False)
     shown = capsys.readouterr().out
