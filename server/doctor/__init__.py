@@ -1,0 +1,1 @@
+"""`kvtier doctor`: whether this host, its settings and a running server go together."""
