@@ -1,4 +1,4 @@
-"""What the control plane says of blocks, prefixes and pins: its answers, and what the commands read.
+"""What the control plane says of blocks, prefixes and pins, and what the commands read.
 
 Standard library only.
 """

@@ -1,7 +1,7 @@
 """What an operator asks of single blocks and prefixes: where they lie, and that they go.
 
-Each operation is work in pieces (`walking.py`), for the loop to turn in between. Nothing here counts
-as a use. Runs on the event loop, over the hierarchy.
+Each operation is work in pieces (`walking.py`), for the loop to turn in between. Nothing here
+counts as a use. Runs on the event loop, over the hierarchy.
 """
 
 from __future__ import annotations
@@ -132,6 +132,6 @@ def prefetch(cache: Hierarchy, space: Namespace, keys: Sequence[BlockKey]) -> Wo
     held = yield from locate(cache, space, keys)
     where: list[LowerTier | None] = []
     for at in range(held.matched):
-        here = held.flags[Tier.HOST][at]
-        where.append(None if here else next(one for one in cache.lowers if held.flags[one.tier][at]))
+        lowers = (one for one in cache.lowers if held.flags[one.tier][at])
+        where.append(None if held.flags[Tier.HOST][at] else next(lowers))
     return cache.prefetches.begin(space, keys[: len(where)], where)

@@ -1,9 +1,9 @@
 """Drops: an operator removes a namespace, or a block with all that continues it, from some tiers.
 
-Work in pieces (`walking.py`). Leased blocks become invisible, and go with their last lease; pins end
-before the first block that goes. Lower tiers know no children: there, a block goes with those that
-the host tier knows to continue it, and what else does can't be reached without it. Runs on the
-event loop.
+Work in pieces (`walking.py`). Leased blocks become invisible, and go with their last lease; pins
+end before the first block that goes. Lower tiers know no children: there, a block goes with those
+that the host tier knows to continue it, and what else does can't be reached without it. Runs on
+the event loop.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Drop:
             yield NEXT_TURN
 
     def _drop_coldest(self) -> int:
-        """Drop some blocks in the order in which the policy finds them soonest. Returns how many."""
+        """Drop some blocks, those that the policy finds soonest. Returns how many."""
         space, gone = self._space, 0
         for key in islice(space.pool.policy.victims(), AT_ONCE):
             self._cache.evictor.drop(space, space.blocks[key], EvictReason.OPERATOR)
@@ -94,16 +94,16 @@ class Drop:
         """
         space = self._space
         head = space.blocks.get(root)
+        if self._host is not None:
+            self._refuse(root)
         self._drop([] if head is None else [head])
         self._forget([root])
-        self._refuse({root})
         below = yield from self._below(root)
         below.reverse()  # Tails first, mostly: the policy has the least to do then.
         for blocks in _slices(below):
             self._drop(blocks)
             self._forget([block.key for block in blocks])
             yield NEXT_TURN
-        self._refuse({root, *(block.key for block in below)})
         late = yield from self._written_late(below if head is None else [head, *below])
         for keys in _slices(late):
             self._forget(keys)
@@ -115,9 +115,11 @@ class Drop:
         inside: set[Block] = set()
         outside: set[Block] = set()
         for blocks in walk(self._space):
-            for block in blocks:
-                if block.key != root and self._continues(block, root, inside, outside):
-                    found.append(block)
+            found += [
+                block
+                for block in blocks
+                if block.key != root and self._continues(block, root, inside, outside)
+            ]
             yield NEXT_TURN
         return found
 
@@ -151,18 +153,30 @@ class Drop:
         for lower, _ in self._lowers:
             lower.drop(self._space.records, keys, EvictReason.OPERATOR)
 
-    def _refuse(self, gone: set[BlockKey]) -> None:
-        """Let nothing that is being read become visible, if it or what it continues goes."""
-        if self._host is None:
-            return
-        incoming = [one for one in self._cache.promotions.incoming if one.space is self._space]
-        more = True
-        while more:
-            below = [one for one in incoming if one.key in gone or one.parent in gone]
-            more = any(one.key not in gone for one in below)
-            for one in below:
-                one.discarded = True
-                gone.add(one.key)
+    def _refuse(self, root: BlockKey) -> None:
+        """Let nothing that is being read become visible, if it is the root or below it."""
+        space, cache = self._space, self._cache
+        cache.promotions.cut_off(space, root)
+        cache.prefetches.cut_off(space, root)
+        coming = {one.key: one for one in cache.promotions.incoming if one.space is space}
+        below: dict[BlockKey, bool] = {}
+        memory: tuple[set[Block], set[Block]] = set(), set()
+        for one in coming.values():
+            path, at = [one.key], one
+            while at.key not in below and at.key != root and at.parent in coming:
+                at = coming[at.parent]
+                path.append(at.key)
+            goes = below.get(at.key)
+            if goes is None:
+                goes = root in (at.key, at.parent) or self._is_below(at.parent, root, *memory)
+            below |= dict.fromkeys(path, goes)
+            one.discarded = one.discarded or goes
+
+    def _is_below(
+        self, key: BlockKey, root: BlockKey, inside: set[Block], outside: set[Block]
+    ) -> bool:
+        block = self._space.blocks.get(key) or self._space.anchors.get(key)
+        return block is not None and self._continues(block, root, inside, outside)
 
     def _written_late(self, blocks: Sequence[Block]) -> Work[list[BlockKey]]:
         """Wait for blocks that are being written to a tier that is to lose them. Returns these."""

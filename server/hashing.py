@@ -50,7 +50,8 @@ def block_keys(
     """
     encode = _ENCODERS[algorithm]
     parent = hashlib.sha256(encode(seed)).digest()
-    extra: Extra = (("cache_salt", salt),) if salt else None
+    # A copy: pickle writes one object that comes twice in another way than two equal ones.
+    extra: Extra = (("cache_salt", salt.encode().decode()),) if salt else None
     for at in range(0, len(tokens) - block_tokens + 1, block_tokens):
         content = parent, tuple(tokens[at : at + block_tokens]), extra
         parent = hashlib.sha256(encode(content)).digest()

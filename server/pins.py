@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from .core import BlockKey
+from .core import SLOT_INDEX_BITS, BlockKey
 from .directory import Block, Namespace
 from .errors import KVTierError
 from .eviction import Evictor
@@ -83,7 +83,7 @@ class Pins:
         blocks = space.prefix(keys, 0)
         self._check(space, blocks)
         label = secrets.token_hex(6)
-        timer = self._later(seconds, partial(self.remove, label))
+        timer = self._later(seconds, partial(self._end, label))
         pin = Pin(label, name, space, blocks, self._clock() + seconds, timer)
         self._pins[label] = pin
         for block in blocks:
@@ -101,9 +101,16 @@ class Pins:
         self._let_go(pin, 0)
         return True
 
+    def _end(self, label: str) -> None:
+        self.remove(label)
+
     def of(self, space: Namespace) -> list[Pin]:
         """Return a namespace's pins."""
         return [pin for pin in self._pins.values() if pin.space is space]
+
+    def slabs(self) -> set[int]:
+        """Return the numbers of slabs that pinned blocks lie in. O(pinned blocks)."""
+        return {block.slot >> SLOT_INDEX_BITS for block in self._times}
 
     def discard(self, space: Namespace) -> None:
         """The namespace is reset: its pins end."""

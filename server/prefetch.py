@@ -81,6 +81,13 @@ class Prefetches:
         self._go_on(one)
         return count
 
+    def cut_off(self, space: Namespace, key: BlockKey) -> None:
+        """A block is dropped: it is not prefetched, and neither is what continues it."""
+        for one in self.active:
+            if one.space is space and key in one.keys:
+                end = one.keys.index(key)
+                one.todo = deque(each for each in one.todo if each[0] < end)
+
     def _go_on(self, one: Prefetch) -> None:
         while one.todo and one.under_way < READS_AT_MOST:
             at, lower = one.todo.popleft()

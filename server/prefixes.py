@@ -80,7 +80,7 @@ def _after(cursor: str) -> tuple[int, str]:
     return -int(match[1]), match[2]
 
 
-def _reading(space: Namespace, tree: _Tree, pinned: bool) -> PrefixReading:  # noqa: FBT001
+def _reading(space: Namespace, tree: _Tree, pinned: bool) -> PrefixReading:
     parent = tree.head.parent
     return PrefixReading(
         head=tree.head.key.hex(),
