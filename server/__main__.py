@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from . import __version__
+from . import __version__, block_commands
 from .config import descriptions, load_settings
 from .errors import KVTierError
 
@@ -24,6 +24,8 @@ app = typer.Typer(
 
 tiers_app = typer.Typer()
 app.add_typer(tiers_app, name="tiers")
+app.add_typer(block_commands.blocks, name="blocks")
+app.add_typer(block_commands.pins, name="pins")
 
 Config = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 Socket = Annotated[str | None, typer.Option("--socket", help="Unix socket for engines.")]

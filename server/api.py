@@ -24,6 +24,7 @@ from .hierarchy import Hierarchy
 from .metrics import Metrics
 from .problems import Problem, problem
 from .readings import Readings
+from .routes_blocks import block_router
 from .stats import Stats, read_stats
 
 
@@ -53,7 +54,7 @@ def build_app(
     _add_health(app, ready)
     readings = Readings(hierarchy)
     _add_readings(app, readings, ready)
-    for router in routers:
+    for router in (block_router(hierarchy), *routers):
         app.include_router(router)
 
     @app.get("/metrics", response_class=Response)

@@ -223,6 +223,7 @@ def test_every_key_can_be_set_by_the_environment(monkeypatch):
         "KVTIER_HOST__POLICY": "lru",
         "KVTIER_HOST__HIGH_WATERMARK": "0.9",
         "KVTIER_HOST__LOW_WATERMARK": "0.8",
+        "KVTIER_HOST__PIN_SHARE": "0.5",
         "KVTIER_HOST__HUGE_PAGES": "never",
         "KVTIER_DISK__PATH": "/tmp/blocks",
         "KVTIER_DISK__CAPACITY": "64MiB",
