@@ -36,6 +36,8 @@ class Drop:
         self._cache = cache
         self._space = space
         self._root = root
+        self._late: set[tuple[Tier, BlockKey]] = set()
+        """What threads were writing to a tier when it was forgotten there."""
         self._host = Gone(Tier.HOST) if Tier.HOST in tiers else None
         self._lowers = [(one, Gone(one.tier)) for one in cache.lowers if one.tier in tiers]
         lower = [gone for _, gone in self._lowers]
@@ -104,10 +106,7 @@ class Drop:
             self._drop(blocks)
             self._forget([block.key for block in blocks])
             yield NEXT_TURN
-        late = yield from self._written_late(below if head is None else [head, *below])
-        for keys in _slices(late):
-            self._forget(keys)
-            yield NEXT_TURN
+        yield from self._forget_late()
 
     def _below(self, root: BlockKey) -> Work[list[Block]]:
         """Return the visible blocks that continue a block, which need not be there."""
@@ -150,6 +149,9 @@ class Drop:
     def _forget(self, keys: Sequence[BlockKey]) -> None:
         """Drop records from the lower tiers, also those that only the medium knows."""
         self._count_lower(keys)
+        tiers = {lower.tier for lower, _ in self._lowers}
+        gone = set(keys)
+        self._late |= {one for one in self._written_now() if one[0] in tiers and one[1] in gone}
         for lower, _ in self._lowers:
             lower.drop(self._space.records, keys, EvictReason.OPERATOR)
 
@@ -178,20 +180,18 @@ class Drop:
         block = self._space.blocks.get(key) or self._space.anchors.get(key)
         return block is not None and self._continues(block, root, inside, outside)
 
-    def _written_late(self, blocks: Sequence[Block]) -> Work[list[BlockKey]]:
-        """Wait for blocks that are being written to a tier that is to lose them. Returns these."""
-        writing = self._cache.cascade.writing
-        late = [
-            (lower.tier, block)
-            for lower, _ in self._lowers
-            for block in blocks
-            if (lower.tier, block) in writing
-        ]
+    def _forget_late(self) -> Work[None]:
+        """Forget what was being written when it was forgotten first, once that has ended."""
         for _ in range(PAUSES_AT_MOST):
-            if writing.isdisjoint(late):
+            if self._late.isdisjoint(self._written_now()):
                 break
             yield PAUSE_SECONDS
-        return [block.key for _, block in late]
+        for keys in _slices([key for _, key in self._late]):
+            self._forget(keys)
+            yield NEXT_TURN
+
+    def _written_now(self) -> set[tuple[Tier, BlockKey]]:
+        return {(tier, block.key) for tier, block in self._cache.cascade.writing}
 
     def _count_host(self, blocks: int) -> None:
         if self._host is not None:

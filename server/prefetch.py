@@ -87,6 +87,9 @@ class Prefetches:
             if one.space is space and key in one.keys:
                 end = one.keys.index(key)
                 one.todo = deque(each for each in one.todo if each[0] < end)
+                for later in one.keys[end:]:
+                    if (coming := self._promotions.coming(space, later)) is not None:
+                        coming.discarded = True
 
     def _go_on(self, one: Prefetch) -> None:
         while one.todo and one.under_way < READS_AT_MOST:

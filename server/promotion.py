@@ -118,10 +118,13 @@ class Promotions:
                 self._end(waiting, WaitOutcome.SHORTER)
 
     def cut_off(self, space: Namespace, key: BlockKey) -> None:
-        """A block is dropped: no lookup waits for it, or for what continues it."""
+        """A block is dropped: no lookup gets it, or what continues it, from a lower tier."""
         for waiting in list(self._waiting.values()):
             if waiting.session.space is space and key in waiting.keys:
-                self._cut(waiting, waiting.keys.index(key))
+                end = waiting.keys.index(key)
+                for at, one in waiting.awaited.items():
+                    one.discarded = one.discarded or at >= end
+                self._cut(waiting, end)
                 self._end_if_over(waiting)
 
     def coming(self, space: Namespace, key: BlockKey) -> Incoming | None:
