@@ -66,7 +66,9 @@ def _file(value: object) -> Path | None:
 
 def _names(value: object) -> tuple[str, ...]:
     """Return names from a list, or from one text with commas, as a variable holds them."""
-    words = value.split(",") if isinstance(value, str) else value
+    words = value
+    if isinstance(value, str):
+        words = value.split(",") if value else []
     if not isinstance(words, list | tuple):
         raise ValueError(f"{shown(value)} is not a list of names, such as [kvtier.internal]")
     return tuple(_one_name(word) for word in words)

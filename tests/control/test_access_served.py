@@ -227,10 +227,11 @@ def test_a_refusal_is_told_in_the_servers_words(serve):
     assert re.match("application/json", answer.headers["content-type"])
 
 
-def test_up_hands_its_server_all_that_it_knows(monkeypatch, tmp_path):
+@pytest.mark.parametrize("hosts", ["", "a,b"])
+def test_up_hands_its_server_all_that_it_knows(monkeypatch, hosts):
     monkeypatch.setenv("KVTIER_HTTP__TOKEN", CHANGE)
     monkeypatch.setenv("KVTIER_HTTP__READ_TOKEN", READ)
-    monkeypatch.setenv("KVTIER_HTTP__HOSTS", "a,b")
+    monkeypatch.setenv("KVTIER_HTTP__HOSTS", hosts)
     first = load_settings()
     for name, value in _server_environment({}, first).items():
         monkeypatch.setenv(name, value)

@@ -102,7 +102,8 @@ async def hang(plane):
 
 serve.DataPlane.stop = hang
 options = {"socket": SOCKET, "http.port": 0, "host.capacity": "1MiB", "shutdown_seconds": 1}
-serve.serve(load_settings(None, options))
+settings = load_settings(None, options)
+serve.serve(settings, lambda: settings)
 """
 
 
