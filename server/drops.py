@@ -51,9 +51,11 @@ class Drop:
             yield from self._count_shelves()
             return
         blocks = yield from self._below(root)
-        self._count_host(len(blocks) + (root in space.blocks))
-        for keys in _slices([root, *(block.key for block in blocks)]):
-            self._count_lower(keys)
+        self._count_host(root in space.blocks)
+        self._count_lower([root])
+        for part in _slices(blocks):
+            self._count_host(sum(space.blocks.get(block.key) is block for block in part))
+            self._count_lower([block.key for block in part])
             yield NEXT_TURN
 
     def run(self) -> Work[None]:
@@ -101,26 +103,53 @@ class Drop:
         self._drop([] if head is None else [head])
         self._forget([root])
         below = yield from self._below(root)
-        below.reverse()  # Tails first, mostly: the policy has the least to do then.
-        for blocks in _slices(below):
+        below.reverse()
+        while below:
+            blocks = below[: -AT_ONCE - 1 : -1]
+            del below[-AT_ONCE:]  # Freeing all of them at once would hold the loop too.
             self._drop(blocks)
             self._forget([block.key for block in blocks])
             yield NEXT_TURN
         yield from self._forget_late()
 
     def _below(self, root: BlockKey) -> Work[list[Block]]:
-        """Return the visible blocks that continue a block, which need not be there."""
-        found: list[Block] = []
-        inside: set[Block] = set()
-        outside: set[Block] = set()
-        for blocks in walk(self._space):
-            found += [
-                block
-                for block in blocks
-                if block.key != root and self._continues(block, root, inside, outside)
-            ]
+        """Return what continues a block, which need not be there: climbs from each chain's end.
+
+        Some may not be visible any more. Tails come first: the policy has the least to do then.
+        """
+        space, found = self._space, list[Block]()
+        forks: dict[Block, bool] = {}
+        for blocks in walk(space):
+            steps = 0
+            for block in blocks:
+                if space.blocks.get(block.key) is block and not space.continued(block):
+                    steps += self._climb(block, root, forks, found)
+                    if steps > AT_ONCE:
+                        steps = 0
+                        yield NEXT_TURN
             yield NEXT_TURN
         return found
+
+    def _climb(
+        self, end: Block, root: BlockKey, forks: dict[Block, bool], found: list[Block]
+    ) -> int:
+        """Add what leads to a chain's end from the root, if it comes by there. Returns the steps.
+
+        `forks` remembers where chains part, and whether that is below the root.
+        """
+        path: list[Block] = []
+        at: Block | None = end
+        while at is not None and at.key != root and at not in forks:
+            path.append(at)
+            at = above(self._space, at)
+        below = at is not None and (at.key == root or forks[at])
+        anchors = self._space.anchors
+        for block in path:
+            if anchors.get(block.key, block).children > 1:
+                forks[block] = below
+        if below:
+            found += path
+        return len(path)
 
     def _continues(
         self, block: Block, root: BlockKey, inside: set[Block], outside: set[Block]
