@@ -1,9 +1,10 @@
 """How fast records go to and from Redis, beside a bare client on the same server.
 
 A record is one block of 1,474,560 bytes, of which there are some dozens; each side has as many
-threads, with a connection each, as a server has by default, and both receive into the same memory. The bare client knows all lengths
-beforehand and takes a whole reply with one call; it has no deadline, no checksum and no pool. Both
-sides are measured in turn, and a ratio is of neighbours in time.
+threads, with a connection each, as a server has by default, and both receive into the same memory.
+The bare client knows all lengths beforehand and takes a whole reply with one call; it has no
+deadline, no checksum and no pool. Both sides are measured in turn, and a ratio is of neighbours in
+time.
 
     python -m loadtest.redis_speed
 """

@@ -13,6 +13,8 @@ from kvtier.asking import AskError, ask
 from kvtier.config import load_settings
 from kvtier.up import _server_environment
 
+pytestmark = pytest.mark.slow
+
 CHANGE = "change-token-0123456789"
 READ = "reading-token-0123456789"
 PASSWORD = "redis-password-0123456789"

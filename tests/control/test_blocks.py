@@ -15,6 +15,8 @@ from kvtier.core import PAGE_BYTES, Role
 from kvtier.hashing import DEFAULT_SEED, block_keys, seed_digest
 from support import manifest, until
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 SPACE = manifest(hash_seed=seed_digest(DEFAULT_SEED))
 CAPACITY = 256 * PAGE_BYTES
@@ -483,4 +485,4 @@ def test_engines_are_answered_while_much_is_walked_over_and_dropped(sites):
         site.find(chains[0][:1])
         waits.append(time.monotonic() - before)
     assert (answers[0]["total"], answers[1]["gone"][0]["blocks"]) == (60, stored)
-    assert max(waits) < 0.25, "seconds: measured below a hundredth of one on two cores"
+    print("WAITS", max(waits), len(waits)); assert max(waits) < 0.25

@@ -372,6 +372,7 @@ def doctor(kvtier, server, *arguments, **more):
     return done.returncode, json.loads(done.stdout)["findings"]
 
 
+@pytest.mark.slow
 def test_a_host_with_a_good_server_has_no_problem(serve, kvtier, tmp_path):
     server = serve("--disk", tmp_path / "blocks").ready()
     code, found = doctor(kvtier, server, KVTIER_DISK__PATH=str(tmp_path / "blocks"))
@@ -384,6 +385,7 @@ def test_a_host_with_a_good_server_has_no_problem(serve, kvtier, tmp_path):
     assert [each for each in (tmp_path / "blocks").iterdir() if "doctor" in each.name] == []
 
 
+@pytest.mark.slow
 def test_a_person_reads_marks_sentences_and_fixes(serve, kvtier, tmp_path):
     server = serve().ready()
     (tmp_path / "theirs").mkdir()
@@ -398,6 +400,7 @@ def test_a_person_reads_marks_sentences_and_fixes(serve, kvtier, tmp_path):
     assert "\x1b[" not in done.stdout
 
 
+@pytest.mark.slow
 def test_without_a_server_the_host_is_checked_all_the_same(kvtier, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -418,6 +421,7 @@ def test_settings_that_stop_a_start_are_a_problem(kvtier, tmp_path):
     assert "host.capacity" in found["said"]
 
 
+@pytest.mark.slow
 def test_the_token_of_the_settings_is_used(serve, kvtier):
     secret = {"KVTIER_HTTP__TOKEN": "change-token-0123456789"}
     server = serve(**secret).ready()

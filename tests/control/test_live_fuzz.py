@@ -81,6 +81,7 @@ async def send(site, path, content, version):
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(path=PATHS, body=BODIES, version=VERSIONS)
+@pytest.mark.slow
 def test_what_is_refused_changes_nothing(site, path, body, version):
     server = site[0]
     before = (plain(server.live.settings), server.live.version, dict(server.live.kept))

@@ -23,6 +23,8 @@ from kvtier.policies import POLICIES
 from servers import START_SECONDS, Served, clean_environment, run_kvtier
 from support import MANIFEST, chain, until
 
+pytestmark = pytest.mark.slow
+
 SLOTS = 512
 CAPACITY = f"{SLOTS * 4}KiB"
 
@@ -296,7 +298,6 @@ def drawn(made):
     return {key: choices[key]() for key in keys}
 
 
-@pytest.mark.slow
 def test_a_hundred_changes_in_a_row_disturb_no_request(tmp_path):
     made = random.Random(5)
     with serving(tmp_path) as served, load(served) as engines:
@@ -329,7 +330,6 @@ def not_under_way(served, last):
     )
 
 
-@pytest.mark.slow
 def test_a_policy_there_and_back_keeps_the_hit_ratio(tmp_path):
     text = f"host: {{capacity: {SLOTS // 4 * 4}KiB}}\n"
     with serving(tmp_path, text) as served, load(served, 1) as (engine,):

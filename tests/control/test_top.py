@@ -96,6 +96,7 @@ def test_what_is_not_known_is_a_dash():
     assert "- lookups/s" in shown(compare(None, moment()))
 
 
+@pytest.mark.slow
 def test_without_a_terminal_one_reading_is_printed(serve, kvtier):
     server = serve().ready()
     for arguments in ([], ["--once"]):
@@ -105,6 +106,7 @@ def test_without_a_terminal_one_reading_is_printed(serve, kvtier):
         assert "\x1b[" not in done.stdout
 
 
+@pytest.mark.slow
 def test_one_reading_as_json(serve, kvtier):
     server = serve().ready()
     reading = json.loads(kvtier("top", "--url", server.url, "--json").stdout)
