@@ -42,6 +42,7 @@ LOWER_KEYS = (
 )  # fmt: skip
 LIVE = (
     *(f"host.{name}" for name in ("capacity", "policy", "high_watermark", "low_watermark")),
+    "host.pin_share",
     *(f"disk.{name}" for name in (*LOWER_KEYS, "keep_free", "slow_seconds")),
     *(f"redis.{name}" for name in (*LOWER_KEYS, "ttl_seconds", "timeout_seconds")),
     "loads.mode",
@@ -206,6 +207,7 @@ class Live:
             high_watermark=new.host.high_watermark,
             low_watermark=new.host.low_watermark,
         )
+        self._cache.pins.share = new.host.pin_share
         if new.host.capacity != old.host.capacity:
             self.resizer.resize(new.host.capacity)
         if new.host.policy != old.host.policy:

@@ -68,7 +68,10 @@ class Site:
         """Return status and decoded body of a request."""
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(
-            self.served.url + path, data, {"Content-Type": "application/json"}, method=method
+            self.served.url + path,
+            data,
+            {"Content-Type": "application/json", "If-Match": "*"},
+            method=method,
         )
         try:
             with urllib.request.urlopen(asked, timeout=20) as answer:
@@ -319,8 +322,30 @@ def test_pins_take_no_more_than_their_share(sites):
     site.good("POST", "/v1/pins", {"tokens": prompts[0], "ttl_seconds": 60})
     refused = site.call("POST", "/v1/pins", {"tokens": prompts[1], "ttl_seconds": 60})
     problem(refused, 409, "host.pin_share", "are free")
+    patched = site.call("PATCH", "/v1/settings", {"changes": {"host.pin_share": 0.1}})
+    assert patched[0] == 200, patched
+    site.good("POST", "/v1/pins", {"tokens": prompts[1], "ttl_seconds": 60})
     nothing = site.call("POST", "/v1/pins", {"tokens": tokens(3, 2), "ttl_seconds": 60})
     problem(nothing, 409, "Nothing of this prefix")
+
+
+def test_a_pin_outlives_a_smaller_tier_and_another_policy(site):
+    prompt = tokens(1, 8)
+    site.store(keys_of(prompt))
+    site.good("POST", "/v1/pins", {"tokens": prompt, "ttl_seconds": 600})
+    for seed in range(100, 130):
+        site.store(keys_of(tokens(seed, 10)))
+    changes = {"host.capacity": "512KiB", "host.policy": "fifo"}
+    assert site.call("PATCH", "/v1/settings", {"changes": changes})[0] == 200
+
+    def smaller():
+        host = site.served.json("/v1/tiers/host")
+        return host["used_bytes"] <= 512 << 10 and host["policy"] == "fifo"
+
+    until(smaller, "the smaller tier")
+    for seed in range(200, 230):
+        site.store(keys_of(tokens(seed, 10)))
+    assert site.held(prompt) == [[0, 8]]
 
 
 def test_an_engines_reset_ends_pins(site):
@@ -485,4 +510,4 @@ def test_engines_are_answered_while_much_is_walked_over_and_dropped(sites):
         site.find(chains[0][:1])
         waits.append(time.monotonic() - before)
     assert (answers[0]["total"], answers[1]["gone"][0]["blocks"]) == (60, stored)
-    print("WAITS", max(waits), len(waits)); assert max(waits) < 0.25
+    assert max(waits) < 0.25, "seconds; on two idle cores the longest takes 0.007"
