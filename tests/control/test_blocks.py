@@ -14,6 +14,7 @@ from kvtier.client import Client, ClientOptions
 from kvtier.core import PAGE_BYTES, Role
 from kvtier.hashing import DEFAULT_SEED, block_keys, seed_digest
 from support import manifest, until
+from tiers.redis_servers import needs_redis, redis_server
 
 pytestmark = pytest.mark.slow
 
@@ -103,9 +104,9 @@ def sites(serve):
     """Start servers with a client each."""
     opened = []
 
-    def start(*arguments, space=SPACE, **environment):
+    def start(*arguments, space=SPACE, **more):
         options = arguments if "--capacity" in arguments else ("--capacity", "1MiB", *arguments)
-        opened.append(Site(serve(*options, **environment), space))
+        opened.append(Site(serve(*options, **more), space))
         return opened[-1]
 
     yield start
@@ -414,6 +415,32 @@ def test_a_list_knows_where_chains_part(site):
     site.store(fork[3:], fork[2])
     [one] = site.good("GET", "/v1/prefixes")["prefixes"]
     assert (one["blocks"], one["depth"], one["ends"]) == (11, 8, 2)
+
+
+@needs_redis
+def test_redis_is_asked_brought_from_and_dropped_from(sites, tmp_path):
+    prompt = tokens(1, 6)
+    keys = keys_of(prompt)
+    with redis_server(tmp_path / "redis") as redis:
+        one = sites("--redis", redis.url)
+        one.store(keys)
+        until(lambda: one.held(prompt, "redis") == [[0, 6]], "the writes")
+        two = sites("--redis", redis.url, socket=tmp_path / "two.sock")
+        found = two.lookup(prompt)
+        assert found["matched_blocks"] == 6
+        assert [tier["ranges"] for tier in found["tiers"]] == [[], [[0, 6]]]
+        redis.ask("DEL", f"kvtier:{SPACE.digest()}:{keys[4].hex()}")
+        assert two.held(prompt, "redis") == [[0, 4]]
+        assert two.good("POST", "/v1/blocks/prefetch", {"tokens": prompt})["on_their_way"] == 4
+        until(lambda: two.held(prompt) == [[0, 4]], "the blocks")
+        gone = one.good("POST", "/v1/blocks/drop", {"tokens": prompt[: 2 * BLOCK]})["gone"]
+        assert [tier["blocks"] for tier in gone] == [5, 5]
+        until(lambda: two.held(prompt, "redis") == [[0, 1]], "the records' end")
+        with redis.frozen():
+            began = time.monotonic()
+            tier = two.lookup(tokens(9, 2))["tiers"][1]
+            assert (tier["known"], tier["blocks"]) == (False, 0)
+            assert time.monotonic() - began < 3
 
 
 # Commands.
