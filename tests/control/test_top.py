@@ -172,6 +172,7 @@ def terminal():
         os.close(each.master)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["q", "ctrl-c"])
 def test_it_watches_until_it_is_told_to_quit(serve, terminal, way):
     server = serve().ready()
@@ -185,6 +186,7 @@ def test_it_watches_until_it_is_told_to_quit(serve, terminal, way):
     assert "Traceback" not in top.text
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_is_told_and_watched_for(serve, terminal):
     server = serve().ready()
     top = terminal("top", "--url", server.url, "--interval", "0.2")
