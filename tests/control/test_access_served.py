@@ -1,9 +1,11 @@
 """Access to a real server: its tokens, its clients, and what it shows of secrets, which is none."""
 
+import contextlib
 import http.client
 import http.server
 import json
 import re
+import socket
 import threading
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -65,6 +67,42 @@ def test_a_body_that_is_too_large_is_refused_by_a_real_server(guarded):
     status, _, text = send(guarded, "POST", "/v1/stats", CHANGE, b"x" * (2 << 20))
     assert (status, json.loads(text)["status"]) == (413, 413)
     assert send(guarded, "GET", "/v1/stats", READ)[0] == 200
+
+
+def raw(server, *pieces):
+    """Send bytes as they are, until the server has closed; return what it said."""
+    parts = urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=10) as sock:
+        with contextlib.suppress(OSError):  # It closes when it has heard enough.
+            for piece in pieces:
+                sock.sendall(piece)
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := sock.recv(65536):
+                said += piece
+    return said.decode()
+
+
+def test_a_chunked_body_is_counted_by_a_real_server(guarded):
+    head = (
+        f"POST /v1/blocks/lookup HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {CHANGE}\r\n"
+        "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    chunk = b"10000\r\n" + b"[" * 0x10000 + b"\r\n"
+    said = raw(guarded, head.encode(), *[chunk] * 32)
+    assert said.startswith("HTTP/1.1 413 ")
+    assert "application/problem+json" in said
+    assert send(guarded, "GET", "/v1/stats", READ)[0] == 200
+
+
+def test_what_follows_a_body_that_is_longer_than_it_said_is_no_request_with_rights(guarded):
+    head = (
+        f"DELETE /v1/stats HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {CHANGE}\r\n"
+        "Content-Length: 2\r\n\r\n"
+    )
+    hidden = b"DELETE /v1/stats HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    said = raw(guarded, head.encode() + b"{}" + hidden)
+    assert re.findall(r"HTTP/1\.1 (\d+)", said) == ["405", "401"]
 
 
 def test_what_a_proxy_says_of_the_client_is_not_believed(guarded):
