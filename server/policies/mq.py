@@ -146,13 +146,13 @@ class MQ(EvictionPolicy):
     def make_room(self, count: int, goes: Callable[[BlockKey], bool]) -> int:
         """Evict up to `count` blocks that may go, coldest first. Returns how many."""
         self._settle()
-        most = int(self._ghosts_share * len(self._runs.of))
         left = count
         for queue in self._queues:
             for gone, uses in self._runs.make_room(queue, left, goes) if left else ():
                 left -= len(gone)
                 self._ghosts.remember_all(gone, uses)
-        self._ghosts.trim(most)
+        if left < count:  # As many as if the last one had gone by itself.
+            self._ghosts.trim(int(self._ghosts_share * (len(self._runs.of) + 1)))
         return count - left
 
     def victims(self) -> Iterator[BlockKey]:

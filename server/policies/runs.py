@@ -109,7 +109,7 @@ class Runs(Generic[R]):
     ) -> Iterator[tuple[list[BlockKey], int]]:
         """Take out up to `count` blocks that go of a list, coldest first.
 
-        Yields what went of each run, and its uses.
+        Yields what went of each run, in the order in which it went, and its uses.
         """
         of = self.of
         for run in walk_runs(ring):
@@ -118,7 +118,7 @@ class Runs(Generic[R]):
             least = max(before - count, 0)
             while at > least and goes(keys[at - 1]):
                 at -= 1
-            gone = keys[at:]
+            gone = keys[at:][::-1]
             del keys[at:]
             for key in gone:
                 del of[key]

@@ -105,3 +105,32 @@ def long_history(seed, steps=300):
         what = random.randint(1, 8) if kind == "evict" else path
         history.append((kind, what, random.randint(0, 3)))
     return history
+
+
+class TierAtOnce(Tier):
+    """The same, but it tells the policy of several blocks with one call, as the server does."""
+
+    def request(self, path):
+        chain = chain_of(path)
+        self.policy.touch(chain)
+        filled = self.policy.fill(chain, self.policy.leading(chain), 10)
+        parent = None
+        new = 0
+        for key in chain:
+            new += key not in self.parents
+            self.parents.setdefault(key, parent)
+            parent = key
+        assert filled == new
+
+    def evict(self, count, leased=frozenset()):
+        gone = []
+
+        def goes(key):
+            if key in leased:
+                return False
+            self.forget(key)
+            gone.append(key)
+            return True
+
+        assert self.policy.make_room(count, goes) == len(gone) <= count
+        return gone

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtier.policies import POLICIES, Ghosts
-from requests_of_chains import HISTORIES, Tier, chain_of, key_of
+from requests_of_chains import HISTORIES, Tier, TierAtOnce, chain_of, key_of
 
 EVERY = pytest.mark.parametrize("name", POLICIES)
 WITH_GHOSTS = ("auto", "mq", "slru", "arc", "s3fifo")
@@ -31,6 +31,20 @@ def test_a_chain_always_loses_its_tail_first(name, history):
     tier.evict(len(tier.parents))
     assert not tier.parents
     assert len(tier.policy) == 0
+
+
+@EVERY
+@settings(max_examples=40, deadline=None)
+@given(history=HISTORIES)
+def test_many_blocks_at_once_are_the_same_as_one_by_one(name, history):
+    single, at_once = Tier(POLICIES[name]()), TierAtOnce(POLICIES[name]())
+    for step in history:
+        assert at_once.run(step) == single.run(step)
+        at_once.check_integrity()
+    assert at_once.parents == single.parents
+    states = [tier.policy.export() for tier in (at_once, single)]
+    assert states[0].blocks == states[1].blocks
+    assert states[0].ghosts == states[1].ghosts
 
 
 @EVERY
