@@ -27,6 +27,8 @@ from rich.console import Console
 from support import manifest
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.slow
+
 DIGEST = "0123456789abcdef" * 4
 MANIFEST = manifest(model="SmolLM2-135M")
 BUSY = Status(

@@ -13,6 +13,8 @@ from kvtier.client import Client, ClientOptions
 from kvtier.core import Role
 from support import manifest
 
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 
 

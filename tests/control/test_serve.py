@@ -14,6 +14,8 @@ from kvtier.config import default_socket
 from servers import clean_environment
 from support import until
 
+pytestmark = pytest.mark.slow
+
 BOUND_SECONDS = 5
 
 
