@@ -142,7 +142,8 @@ class DiskStore(RecordStore):
                     grown = self._tree.describe(space) if attempt > 1 else []
                     overhead = self._tree.growth(*grown, target.parent)
                     return Written(record_bytes, overhead, stored.coded)
-                except FileNotFoundError:
+                except (FileNotFoundError, FileExistsError):
+                    # The second is what mkdir says of a folder that went as it looked at it.
                     if attempt == WRITE_ATTEMPTS:
                         raise
         raise AssertionError("the last attempt returns or raises")
