@@ -17,7 +17,7 @@ from .directory import Block, Directory, Namespace
 from .metrics import Metrics
 from .tiers.host import HostTier, OwnedSlab, Pool
 
-EVICTIONS_AHEAD = 128
+EVICTIONS_AHEAD = 64
 """Blocks evicted at once beyond what is needed now, so that the loop is never held for long."""
 PASSED_AT_MOST = 1024
 """Blocks that one eviction may pass over before it says so."""

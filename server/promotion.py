@@ -23,7 +23,7 @@ from .tiers.pool import Urgency
 from .waiting import Answer, Incoming, PromotionOptions, Source, Timer, Waiting, stretches
 from .worth import LoadMode, judge
 
-READS_AT_ONCE = 12
+READS_AT_ONCE = 8
 """Reads that one lookup begins in one turn of the loop, so that it is not held for long."""
 ASKED_AT_MOST = 4
 """Times that one lookup asks media for more: each goes on where the one before ended."""
