@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,9 @@ from .directory import Namespace
 from .errors import KVTierError, SettingsError
 from .guard import Guard, GuardOptions, Trend, Verdict
 from .hierarchy import Hierarchy
-from .lowers import retune
+from .lower import LowerTier
+from .lower_options import LowerOptions
+from .lowers import options_of, retune
 from .resize import Resizer
 from .sections import Scalar, not_one_of
 from .swaps import Swaps
@@ -177,6 +179,7 @@ class Live:
     async def _change(self, wish: Wish, what: str, of: int | None) -> Done:
         check_live(wish.changes)
         new = changed(self.settings, wish.changes)
+        lowers = [(lower, options_of(lower.tier, new)) for lower in self._cache.lowers]
         before, after = plain(self.settings), plain(new)
         changes = {
             key: (before[key], after[key]) for key in wish.changes if before[key] != after[key]
@@ -184,21 +187,21 @@ class Live:
         excess = self._excess(new)
         if wish.dry_run or not changes:
             return Done(self.version, changes, excess, None)
-        guard = None
+        since, evictions, guard = self._clock(), self._evictions(), None
         if wish.guard is not None:
-            guard = Guard(wish.guard, self.trend, self._clock())
-        self._apply(new)
+            guard = Guard(wish.guard, self.trend, since)
+        self._apply(new, lowers)
         self.version += 1
         self.kept |= {key: value for key, (_, value) in changes.items()}
         await self._keep()
         note = "" if guard is None else guard.says()
         entry = await self.audit.add(wish.who, what, self.version, changes, of=of, note=note)
         log.info("settings %d by %s: %s", self.version, wish.who, _shown(changes))
-        self._effects.append(_Effect(entry, self._clock(), self._evictions(), guard))
+        self._effects.append(_Effect(entry, since, evictions, guard))
         return Done(self.version, changes, excess, entry.id)
 
-    def _apply(self, new: Settings) -> None:
-        """Let everything go by other settings from now on."""
+    def _apply(self, new: Settings, lowers: Sequence[tuple[LowerTier, LowerOptions]]) -> None:
+        """Let everything go by other settings from now on. Nothing here can fail half-way."""
         old, self.settings = self.settings, new
         host = self._cache.host
         host.options = replace(
@@ -213,9 +216,9 @@ class Live:
         if new.host.policy != old.host.policy:
             for pool in host.pools.values():
                 self._swaps.begin(pool, new.host.policy)
-        for lower in self._cache.lowers:
-            retune(lower, new)
-            self._swaps.begin(lower.index, lower.options.policy)
+        for lower, options in lowers:
+            retune(lower, options, new)
+            self._swaps.begin(lower.index, options.policy)
         self._cache.promotions.options = PromotionOptions(
             LoadMode(new.loads.mode), new.loads.wait_seconds
         )
@@ -247,8 +250,15 @@ class Live:
             now = plain(self.settings)
             changes = effect.entry.changes.items()
             back = {key: before for key, (before, after) in changes if now[key] == after}
-            await self._change(Wish("guard", back), "rollback", effect.entry.id)
-        log.warning("the hit ratio fell: settings of entry %d are taken back", effect.entry.id)
+            number = effect.entry.id
+            try:
+                await self._change(Wish("guard", back), "rollback", number)
+            except SettingsError as error:  # It does not go with what was changed since.
+                note = f"guard: can't be taken back: {error}"
+                await self.audit.add("guard", "effect", self.version, of=number, note=note)
+                log.error("the hit ratio fell, and entry %d can't be taken back: %s", number, error)
+            else:
+                log.warning("the hit ratio fell: settings of entry %d are taken back", number)
 
     async def _tell(self, effect: _Effect, note: str) -> None:
         self._effects.remove(effect)

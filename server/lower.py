@@ -414,8 +414,11 @@ class LowerTier:
         self._fit()
 
     def _fit(self) -> None:
-        """Give up what is above the capacity, some of it in each turn of the loop."""
+        """Give up what is above the capacity, some of it in each turn of the loop.
+
+        A tier that is down does so after the first look when it is back.
+        """
         excess = self.used_bytes + self._reserved - self._capacity
-        if excess > 0 and (victims := self._evict(excess)):
+        if self.health.up and excess > 0 and (victims := self._evict(excess)):
             self._drop(victims)
             self._steps.hand_in(self._fit)

@@ -70,9 +70,9 @@ def options_of(tier: Tier, settings: Settings) -> LowerOptions:
     )
 
 
-def retune(tier: LowerTier, settings: Settings) -> None:
-    """Let a tier go by other settings from now on. Raises SettingsError."""
-    tier.retune(options_of(tier.tier, settings))
+def retune(tier: LowerTier, options: LowerOptions, settings: Settings) -> None:
+    """Let a tier go by other settings from now on, and by the options that they make."""
+    tier.retune(options)
     store = tier.store
     if isinstance(store, DiskStore):
         store.options = replace(store.options, free_floor_bytes=settings.disk.keep_free)

@@ -9,12 +9,16 @@ engine, is waited for. Runs on the event loop, and holds it for one block's copy
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .core import EvictReason
+from .core import SLOT_INDEX_BITS, EvictReason
 from .directory import Block, Namespace
+from .errors import StartError
 from .hierarchy import Hierarchy
+
+log = logging.getLogger("kvtier.resize")
 
 WAIT_SECONDS = 0.02
 """Between looks at slots that others still hold."""
@@ -34,15 +38,18 @@ class Resizer:
         self._changed.set()
 
     async def run(self) -> None:
-        """Follow the capacity until cancelled. Raises StartError where memory can't be had."""
+        """Follow the capacity until cancelled."""
         while True:
-            await self._host.allocate()
+            await self._changed.wait()
+            self._changed.clear()
             while self._excess > 0:
                 await self._shrink()
-            await self._host.allocate()
-            if not self._excess > 0:
-                await self._changed.wait()
-                self._changed.clear()
+            try:
+                await self._host.allocate()
+            except StartError as error:  # Of no concern to what is there: the tier stays smaller.
+                log.error("the host tier can't grow: %s", error)
+                options = self._host.options
+                self._host.options = replace(options, capacity_bytes=self._host.total_bytes)
 
     @property
     def _excess(self) -> int:
@@ -73,11 +80,12 @@ class Resizer:
         self._host.close_slab(pool, number)
         try:
             while owned.used:
-                self._cache.record_use()
-                block = next((one for one in space.in_slab(number) if not one.leases), None)
-                if block is not None:
-                    self._move(space, block)
-                await asyncio.sleep(0 if block is not None else WAIT_SECONDS)
+                for block in space.in_slab(number):
+                    self._move(space, block, number)
+                    await asyncio.sleep(0)
+                    if self._excess + owned.slab.size <= 0:
+                        return
+                await asyncio.sleep(WAIT_SECONDS)
                 if self._excess + owned.slab.size <= 0:
                     return
             space.leave_slab(number)
@@ -86,9 +94,16 @@ class Resizer:
             if number in pool.slabs:
                 self._host.reopen_slab(pool, number, set(self._cache.held_slots(space)))
 
-    def _move(self, space: Namespace, block: Block) -> None:
-        """Copy a block to a slot of another slab, or evict it if there is none."""
+    def _move(self, space: Namespace, block: Block, number: int) -> None:
+        """Copy a block to a slot of another slab, or evict it if there is none.
+
+        One that is leased stays, and so does one that went since it was seen in slab `number`.
+        """
+        self._cache.record_use()
         old = block.slot
+        gone = space.blocks.get(block.key) is not block or old >> SLOT_INDEX_BITS != number
+        if gone or block.leases:
+            return
         block.leases += 1  # So that it does not go for its own room.
         slot = self._cache.evictor.make_room(space, 1)
         self._cache.evictor.unlease(space, [block])

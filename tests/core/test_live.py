@@ -10,7 +10,7 @@ import pytest
 from kvtier.audit import Audit
 from kvtier.config import changed, load_settings
 from kvtier.core import AdmissionMode, Role, Tier, WriteMode
-from kvtier.errors import SettingsError
+from kvtier.errors import SettingsError, StartError
 from kvtier.guard import GuardOptions
 from kvtier.hierarchy import Hierarchy
 from kvtier.integrity import check_integrity
@@ -31,6 +31,7 @@ from kvtier.lowers import options_of
 from kvtier.metrics import Metrics
 from kvtier.policies import POLICIES
 from kvtier.protocol import Asked
+from kvtier.tiers.compression import CodecMissing
 from kvtier.tiers.host import HostOptions, HostTier
 from kvtier.tiers.slab import HugePages
 from kvtier.worth import LoadMode
@@ -465,3 +466,44 @@ async def test_a_guard_without_enough_traffic_says_so(site):
 
 def test_every_setting_of_the_list_is_a_setting(tmp_path):
     assert set(plain(settings_of(tmp_path))) == set(LIVE)
+
+
+async def test_a_guard_that_can_not_take_a_change_back_says_so_and_goes_on(site):
+    one = await site()
+    await traffic(one, 60, chain("hot", 20))
+    await one.change(changes={"host.low_watermark": 0.3}, guard=GUARD)
+    await one.change(changes={"host.high_watermark": 0.5})
+    for number in range(20):
+        await traffic(one, 1, chain(f"cold {number}", 16))
+    assert one.live.settings.host.low_watermark == 0.3
+    note = one.audit.page(None, 1)[0].note
+    assert note.startswith("guard: can't be taken back: host.low_watermark")
+    await traffic(one, 1, chain("hot", 20))
+
+
+async def test_memory_that_can_not_be_had_leaves_the_tier_as_it_is(site, monkeypatch):
+    one = await site()
+    keys = chain("a", 8)
+    one.request(keys)
+
+    def refuse(number, size, pages):
+        raise StartError("no memory")
+
+    monkeypatch.setattr("kvtier.tiers.host.make_slab", refuse)
+    await one.change(changes={"host.capacity": f"{HOST // 256}KiB"})
+    await one.until(lambda: one.host.options.capacity_bytes == HOST)
+    assert one.request(keys) == 8
+    assert not one.resizing.done()
+
+
+async def test_a_codec_that_can_not_be_had_changes_nothing_of_the_whole(site, monkeypatch):
+    def missing():
+        raise CodecMissing("zstandard is not installed")
+
+    monkeypatch.setattr("kvtier.tiers.compression.require", missing)
+    one = await site()
+    before = (one.host.options, one.lower.options)
+    with pytest.raises(SettingsError, match=r"disk\.codec is always"):
+        await one.change(changes={"host.low_watermark": 0.2, "disk.codec": "always"})
+    assert (one.host.options, one.lower.options) == before
+    assert one.live.settings.host.low_watermark == 0.95
