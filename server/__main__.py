@@ -12,7 +12,8 @@ import typer
 import yaml
 
 from . import __version__, block_commands
-from .config import descriptions, load_settings
+from .command_options import AsJson, TokenFile, Url
+from .config import DEFAULT_URL, descriptions, load_settings
 from .errors import KVTierError
 
 app = typer.Typer(
@@ -33,12 +34,7 @@ Capacity = Annotated[str | None, typer.Option("--capacity", help="Host memory, s
 Port = Annotated[str | None, typer.Option("--port", help="TCP port of the HTTP control plane.")]
 Disk = Annotated[str | None, typer.Option("--disk", help="Directory for blocks on disk.")]
 Redis = Annotated[str | None, typer.Option("--redis", help="URL of a Redis for blocks.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Many = Annotated[list[str] | None, typer.Option(help="Policy; once for each. Default: all.")]
-Url = Annotated[str, typer.Option("--url", help="Address of a server's control plane.")]
-TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", help="File with its token; default: KVTIER_TOKEN.")
-]
 
 
 def main() -> None:
@@ -90,9 +86,7 @@ def up(
 
 
 @app.command()
-def status(
-    url: Url = "http://127.0.0.1:9555", as_json: AsJson = False, token_file: TokenFile = None
-) -> None:
+def status(url: Url = DEFAULT_URL, as_json: AsJson = False, token_file: TokenFile = None) -> None:
     """Show tiers, hit ratios, sessions and namespaces of a running server."""
     from .status import show_status  # noqa: PLC0415
 
@@ -203,7 +197,7 @@ def doctor(
 
 @app.command()
 def top(
-    url: Url = "http://127.0.0.1:9555",
+    url: Url = DEFAULT_URL,
     interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one reading.")] = False,
     as_json: AsJson = False,
@@ -218,13 +212,14 @@ def top(
 @tiers_app.callback(invoke_without_command=True)
 def tiers(
     context: typer.Context,
-    url: Url = "http://127.0.0.1:9555",
+    url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the settings that can be changed while a server runs; `tiers set` changes them."""
     if context.invoked_subcommand is None:
-        from .tiers_command import Server, show_settings  # noqa: PLC0415
+        from .asking import Server  # noqa: PLC0415
+        from .tiers_command import show_settings  # noqa: PLC0415
 
         show_settings(Server(url, token_file), as_json=as_json)
 
@@ -240,12 +235,13 @@ def tiers_set(
     version: Annotated[
         int | None, typer.Option("--if-version", help="Only if the settings have this version.")
     ] = None,
-    url: Url = "http://127.0.0.1:9555",
+    url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Change settings of a running server, all of them or none."""
-    from .tiers_command import Server, Wanted, change_settings  # noqa: PLC0415
+    from .asking import Server  # noqa: PLC0415
+    from .tiers_command import Wanted, change_settings  # noqa: PLC0415
 
     wanted = Wanted(settings, guard, dry_run, version)
     change_settings(Server(url, token_file), wanted, as_json=as_json)
@@ -255,12 +251,13 @@ def tiers_set(
 def audit(
     limit: Annotated[int, typer.Option(min=1, max=500, help="Entries to show.")] = 20,
     before: Annotated[int | None, typer.Option(help="Show entries older than this one.")] = None,
-    url: Url = "http://127.0.0.1:9555",
+    url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show who changed which setting when, and what followed."""
-    from .tiers_command import Server, show_audit  # noqa: PLC0415
+    from .asking import Server  # noqa: PLC0415
+    from .tiers_command import show_audit  # noqa: PLC0415
 
     show_audit(Server(url, token_file), limit=limit, before=before, as_json=as_json)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from .config import client_token
+from .config import DEFAULT_URL, client_token
 from .errors import KVTierError
 
 TIMEOUT_SECONDS = 5
 ANSWER_BYTES_AT_MOST = 16 << 20
-DEFAULT_URL = "http://127.0.0.1:9555"
 
 T = TypeVar("T")
 
@@ -80,6 +80,24 @@ def ask(
     finally:
         connection.close()
     return _read(url, answer, content)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server, and the file of its token; None is for KVTIER_TOKEN."""
+
+    url: str
+    token_file: Path | None = None
+
+    def ask(
+        self, kind: type[T], method: str, path: str, body: object = None, if_match: str = ""
+    ) -> T:
+        """Return an answer as `kind`. Blocks. Raises AskError, SettingsError."""
+        headers = login(self.token_file) | ({"If-Match": if_match} if if_match else {})
+        try:
+            return msgspec.convert(ask(self.url, method, path, body, headers).json, kind)
+        except msgspec.ValidationError as error:
+            raise not_ours(self.url, str(error)) from error
 
 
 def read(url: str, path: str, kind: type[T], headers: Mapping[str, str]) -> T:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
 from urllib.parse import quote, urlencode
 
-import msgspec
-from rich.console import Console
 from rich.table import Table
 
-from .asking import AskError, ask, login, not_ours
+from .asking import AskError, Server
 from .block_readings import (
     DropReading,
     Gone,
@@ -23,10 +19,10 @@ from .block_readings import (
     PrefetchReading,
     PrefixList,
 )
-from .prompt_input import Body, PromptInput
+from .output import plain_console, print_json
+from .prompt_input import PromptInput
 from .sizes import rough_size
 
-T = TypeVar("T")
 BUSY = 429
 RETRY_SECONDS = 0.5
 RETRIES_AT_MOST = 120
@@ -37,35 +33,20 @@ RETRIES_AT_MOST = 120
 class Asker:
     """A server, and how its answers are shown."""
 
-    url: str
-    token_file: Path | None
+    server: Server
     as_json: bool
-
-    def ask(self, kind: type[T], method: str, path: str, body: Body | None = None) -> T:
-        """Return a server's answer. Raises AskError."""
-        answer = ask(self.url, method, path, body, login(self.token_file))
-        try:
-            return msgspec.convert(answer.json, kind)
-        except msgspec.ValidationError as error:
-            raise not_ours(self.url, str(error)) from error
-
-    def remove(self, path: str) -> None:
-        """Delete what is at a path. Raises AskError."""
-        ask(self.url, "DELETE", path, None, login(self.token_file))
 
     def show(self, found: object, *told: Table | str) -> None:
         """Print an answer: as JSON, or as it is told."""
-        console = Console(highlight=False, markup=False, emoji=False)
         if self.as_json:
-            text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
-            console.print(text, soft_wrap=True)
+            print_json(found)
         else:
-            console.print(*told, sep="\n")
+            plain_console().print(*told, sep="\n")
 
 
 def look_up(asker: Asker, prompt: PromptInput) -> None:
     """Show which tiers hold which blocks of a prompt. Raises AskError, PromptError."""
-    found = asker.ask(LookupReading, "POST", "/v1/blocks/lookup", prompt.body())
+    found = asker.server.ask(LookupReading, "POST", "/v1/blocks/lookup", prompt.body())
     table = _table("tier", "blocks", "which")
     for tier in found.tiers:
         ranges = ", ".join(f"{begin} to {end - 1}" for begin, end in tier.ranges) or "none"
@@ -84,7 +65,7 @@ def drop(asker: Asker, prompt: PromptInput, tier: str, *, dry_run: bool) -> None
     total: dict[str, Gone] = {}
     for _ in range(RETRIES_AT_MOST):
         try:
-            found = asker.ask(DropReading, "POST", "/v1/blocks/drop", body)
+            found = asker.server.ask(DropReading, "POST", "/v1/blocks/drop", body)
         except AskError as error:
             if error.status != BUSY:
                 raise
@@ -105,7 +86,7 @@ def drop(asker: Asker, prompt: PromptInput, tier: str, *, dry_run: bool) -> None
 
 def prefetch(asker: Asker, prompt: PromptInput) -> None:
     """Bring a prompt's blocks to the host tier. Raises AskError, PromptError."""
-    found = asker.ask(PrefetchReading, "POST", "/v1/blocks/prefetch", prompt.body())
+    found = asker.server.ask(PrefetchReading, "POST", "/v1/blocks/prefetch", prompt.body())
     asker.show(
         found,
         f"{found.on_their_way:,} of {found.blocks:,} blocks are on their way to the host tier; "
@@ -119,7 +100,7 @@ def list_prefixes(
     """Show the largest or most used prefixes. Raises AskError."""
     wanted = {"namespace": namespace, "cursor": cursor, "order": order, "limit": limit}
     query = urlencode({name: value for name, value in wanted.items() if value is not None})
-    found = asker.ask(PrefixList, "GET", f"/v1/prefixes?{query}")
+    found = asker.server.ask(PrefixList, "GET", f"/v1/prefixes?{query}")
     table = _table("head", "blocks", "bytes", "depth", "ends", "uses", "")
     for one in found.prefixes:
         counts = (one.depth, one.ends, one.uses)
@@ -133,7 +114,7 @@ def list_prefixes(
 
 def list_pins(asker: Asker) -> None:
     """Show all pins. Raises AskError."""
-    found = asker.ask(PinList, "GET", "/v1/pins")
+    found = asker.server.ask(PinList, "GET", "/v1/pins")
     pinned, most = rough_size(found.pinned_bytes), rough_size(found.pins_at_most_bytes)
     asker.show(found, f"{pinned} of {most} that pins may take.", _pins(found.pins))
 
@@ -141,13 +122,13 @@ def list_pins(asker: Asker) -> None:
 def add_pin(asker: Asker, prompt: PromptInput, seconds: float, name: str) -> None:
     """Pin a prompt's blocks. Raises AskError, PromptError."""
     body = prompt.body() | {"ttl_seconds": seconds, "name": name}
-    found = asker.ask(PinReading, "POST", "/v1/pins", body)
+    found = asker.server.ask(PinReading, "POST", "/v1/pins", body)
     asker.show(found, _pins([found]))
 
 
 def remove_pin(asker: Asker, pin: str) -> None:
     """End a pin. Raises AskError."""
-    asker.remove(f"/v1/pins/{quote(pin, safe='')}")
+    asker.server.ask(type(None), "DELETE", f"/v1/pins/{quote(pin, safe='')}")
     asker.show({"removed": pin}, f"Pin {pin} is removed.")
 
 

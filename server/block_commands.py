@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .command_options import AsJson, TokenFile, Url
+from .config import DEFAULT_URL
+
 if TYPE_CHECKING:
     from .block_asking import Asker
 
 blocks = typer.Typer(no_args_is_help=True, help="Look up, drop, prefetch and list blocks.")
 pins = typer.Typer(no_args_is_help=True, help="Keep prefixes in the host tier for a while.")
 
-DEFAULT_URL = "http://127.0.0.1:9555"
-Url = Annotated[str, typer.Option("--url", help="Address of a server's control plane.")]
-TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", help="File with its token; default: KVTIER_TOKEN.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 NamespaceName = Annotated[
     str | None, typer.Option("--namespace", help="First digits of a namespace, if there are more.")
 ]
@@ -166,6 +163,7 @@ def remove(
 
 
 def _asker(url: str, token_file: Path | None, as_json: bool) -> Asker:
+    from .asking import Server  # noqa: PLC0415
     from .block_asking import Asker  # noqa: PLC0415
 
-    return Asker(url, token_file, as_json)
+    return Asker(Server(url, token_file), as_json)

@@ -52,6 +52,8 @@ from .sections import (
 )
 from .sizes import format_size, machine_memory, shown
 
+DEFAULT_URL = "http://127.0.0.1:9555"
+"""Where the control plane is by the defaults of `http`."""
 PREFIX = "KVTIER_"
 NESTING = "__"
 CLIENT_VARIABLE = "KVTIER_TOKEN"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Header, HTTPException, Path, Query, Request, Response
+from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
-from .audit import Entry
 from .config import EffectiveSettings
 from .core import Tier
 from .errors import SettingsError
@@ -154,7 +154,7 @@ def settings_router(live: Live) -> APIRouter:
         """Who changed what when, and what followed; the newest first."""
         entries = live.audit.page(before, limit)
         older = entries[-1].id if len(entries) == limit else None
-        return AuditPage(entries=[_shown(entry) for entry in entries], before=older)
+        return AuditPage(entries=[asdict(entry) for entry in entries], before=older)
 
     return router
 
@@ -209,7 +209,3 @@ def _who(request: Request) -> str:
     address = request.client.host if request.client else "?"
     name = "".join(filter(str.isprintable, request.headers.get("x-operator", "")))
     return f"{name[:WHO_AT_MOST]} at {address}" if name else address
-
-
-def _shown(entry: Entry) -> dict[str, object]:
-    return {name: getattr(entry, name) for name in entry.__struct_fields__}

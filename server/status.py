@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.bar import Bar
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from .asking import login, read
 from .core import NamespaceReading, SessionReading, SlotState, StoreOutcome, Tier, TierReading
+from .output import plain_console, print_json
 from .sizes import rough_size
 from .stats import Stats
 
@@ -36,10 +36,9 @@ def show_status(url: str, *, as_json: bool, token_file: Path | None = None) -> N
     """Print the status of the server at `url`. Blocks. Raises AskError, SettingsError."""
     url = url.rstrip("/")
     status = read_status(url, token_file)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     if as_json:
-        text = msgspec.json.format(msgspec.json.encode(status), indent=2).decode()
-        console.print(text, soft_wrap=True)
+        print_json(status)
     else:
         console.print(render(status, url))
 

@@ -6,38 +6,54 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TypeAlias
 from urllib.parse import urlencode
 
 import msgspec
 import yaml
-from rich.console import Console
+from msgspec.structs import asdict
 from rich.table import Table
 
-from .asking import ask, login
+from .asking import Server
+from .audit import Entry
 from .errors import SettingsError
-
-Scalar: TypeAlias = str | int | float | None
-Json: TypeAlias = "dict[str, Json] | list[Json] | Scalar | bool"
+from .output import plain_console, print_json
+from .sections import Scalar, Section
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
 GUARD_EXAMPLE = "drop=0.05,within=10m"
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """Which server is asked, with which token: that of a file, or of KVTIER_TOKEN."""
+class Settings(msgspec.Struct, frozen=True):
+    """The answer of `/v1/settings`."""
 
-    url: str
-    token_file: Path | None = None
+    version: int
+    settings: dict[str, Section | Scalar]
+    changed: dict[str, Scalar]
+    live: list[str]
 
-    def ask(self, method: str, path: str, body: Json = None, if_match: str = "") -> Json:
-        """Return the answer. Raises AskError."""
-        headers = login(self.token_file) | ({"If-Match": if_match} if if_match else {})
-        found: Json = ask(self.url, method, path, body, headers).json  # type: ignore[assignment]
-        return found
+    def value(self, key: str) -> Scalar | list[str]:
+        """Return the value of a setting by its dotted key."""
+        section, _, name = key.partition(".")
+        values = self.settings[section]
+        return values[name] if isinstance(values, dict) else values
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """The answer to a change."""
+
+    version: int
+    changes: dict[str, tuple[Scalar, Scalar]]
+    evict_bytes: dict[str, int]
+    audit: int | None
+    dry_run: bool
+
+
+class AuditPage(msgspec.Struct, frozen=True):
+    """The answer of `/v1/audit`."""
+
+    entries: list[Entry]
+    before: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,66 +68,47 @@ class Wanted:
 
 def show_settings(server: Server, *, as_json: bool) -> None:
     """Print the settings that can be changed, and which were. Raises AskError."""
-    found = server.ask("GET", "/v1/settings")
-    if as_json:
-        return _print_json(found)
-    body = _object(found)
-    settings, changed = _object(body["settings"]), _object(body["changed"])
-    table = Table(title=f"settings, version {body['version']}", title_justify="left")
+    found = server.ask(Settings, "GET", "/v1/settings")
+    table = Table(title=f"settings, version {found.version}", title_justify="left")
     for column in ("setting", "value", "changed at run time"):
         table.add_column(column)
-    for key in _list(body["live"]):
-        section, _, name = str(key).partition(".")
-        value = _object(settings[section])[name]
-        table.add_row(str(key), _text(value), "yes" if key in changed else "")
-    Console(highlight=False, markup=False).print(table)
-    return None
+    for key in found.live:
+        table.add_row(key, _text(found.value(key)), "yes" if key in found.changed else "")
+    if as_json:
+        print_json(found)
+    else:
+        plain_console().print(table)
 
 
 def change_settings(server: Server, wanted: Wanted, *, as_json: bool) -> None:
     """Change settings, all or none. Raises AskError, SettingsError."""
-    body: dict[str, Json] = {"changes": dict(parse_assignments(wanted.assignments))}
+    body: dict[str, object] = {"changes": parse_assignments(wanted.assignments)}
     if wanted.guard is not None:
-        body["guard"] = dict(parse_guard(wanted.guard))
+        body["guard"] = parse_guard(wanted.guard)
     path = "/v1/settings?dry_run=true" if wanted.dry_run else "/v1/settings"
     version = "*" if wanted.version is None else f'"{wanted.version}"'
-    found = server.ask("PATCH", path, body, version)
+    done = server.ask(Changed, "PATCH", path, body, version)
     if as_json:
-        return _print_json(found)
-    done = _object(found)
-    console = Console(highlight=False, markup=False)
-    changes = _object(done["changes"])
-    if not changes:
-        console.print(f"Everything is so already (version {done['version']}).")
-    for key, values in changes.items():
-        before, after = _list(values)
-        console.print(f"{key}: {_text(before)} to {_text(after)}")
-    for tier, size in _object(done["evict_bytes"]).items():
-        if isinstance(size, int) and size:
-            console.print(f"{size:,} bytes have to leave the {tier} tier.")
-    if wanted.dry_run:
-        console.print("Nothing was changed: this was a dry run.")
-    elif changes:
-        console.print(f"version {done['version']}, entry {done['audit']} of the audit")
-    return None
+        print_json(done)
+    else:
+        plain_console().print("\n".join(_told_of(done)))
 
 
 def show_audit(server: Server, *, limit: int, before: int | None, as_json: bool) -> None:
     """Print who changed what when, and what followed. Raises AskError."""
     query = urlencode({"limit": limit} | ({} if before is None else {"before": before}))
-    found = server.ask("GET", f"/v1/audit?{query}")
-    if as_json:
-        return _print_json(found)
+    found = server.ask(AuditPage, "GET", f"/v1/audit?{query}")
     table = Table()
     for column in ("entry", "when (UTC)", "who", "what", "changes, and what followed"):
         table.add_column(column)
-    for each in _list(_object(found)["entries"]):
-        entry = _object(each)
-        when = datetime.fromtimestamp(float(str(entry["time"])), UTC).strftime("%Y-%m-%d %H:%M:%S")
-        what = f"{entry['what']} of {entry['of']}" if entry["of"] else str(entry["what"])
-        table.add_row(str(entry["id"]), when, str(entry["who"]), what, _told(entry))
-    Console(highlight=False, markup=False).print(table)
-    return None
+    for entry in found.entries:
+        when = datetime.fromtimestamp(entry.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        what = f"{entry.what} of {entry.of}" if entry.of else entry.what
+        table.add_row(str(entry.id), when, entry.who, what, _told(entry))
+    if as_json:
+        print_json({"entries": [asdict(entry) for entry in found.entries], "before": found.before})
+    else:
+        plain_console().print(table)
 
 
 def parse_assignments(assignments: Sequence[str]) -> dict[str, Scalar]:
@@ -157,36 +154,39 @@ def parse_guard(text: str) -> dict[str, float]:
     return found
 
 
-def _told(entry: Mapping[str, Json]) -> str:
-    lines = [str(entry["note"])] if entry["note"] else []
-    for key, values in _object(entry["changes"]).items():
-        before, after = _list(values)
-        lines.append(f"{key}: {_text(before)} to {_text(after)}")
+def _told_of(done: Changed) -> list[str]:
+    """Return what became of a change, in lines."""
+    lines = _lines(done.changes) or [f"Everything is so already (version {done.version})."]
+    lines += [
+        f"{size:,} bytes have to leave the {tier} tier."
+        for tier, size in done.evict_bytes.items()
+        if size
+    ]
+    if done.dry_run:
+        lines.append("Nothing was changed: this was a dry run.")
+    elif done.changes:
+        lines.append(f"version {done.version}, entry {done.audit} of the audit")
+    return lines
+
+
+def _told(entry: Entry) -> str:
+    lines = [entry.note] if entry.note else []
+    lines += _lines(entry.changes)
     lines += [
         f"{count:,} blocks evicted from {tier}"
-        for tier, count in _object(entry["evicted_blocks"]).items()
-        if isinstance(count, int) and count
+        for tier, count in entry.evicted_blocks.items()
+        if count
     ]
-    for name in ("before", "after"):
-        if isinstance(ratio := entry[f"hit_ratio_{name}"], float):
-            lines.append(f"hit ratio {name}: {ratio:.1%}")
+    ratios = {"before": entry.hit_ratio_before, "after": entry.hit_ratio_after}
+    lines += [
+        f"hit ratio {name}: {ratio:.1%}" for name, ratio in ratios.items() if ratio is not None
+    ]
     return "\n".join(lines)
 
 
-def _text(value: Json) -> str:
+def _lines(changes: Mapping[str, tuple[Scalar, Scalar]]) -> list[str]:
+    return [f"{key}: {_text(old)} to {_text(new)}" for key, (old, new) in changes.items()]
+
+
+def _text(value: Scalar | list[str]) -> str:
     return "none" if value is None else str(value)
-
-
-def _print_json(found: object) -> None:
-    text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
-    Console(highlight=False, markup=False, emoji=False).print(text, soft_wrap=True)
-
-
-def _object(value: object) -> dict[str, Json]:
-    assert isinstance(value, dict), "the server answers as its OpenAPI description says"
-    return value
-
-
-def _list(value: object) -> list[Json]:
-    assert isinstance(value, list), "the server answers as its OpenAPI description says"
-    return value

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -21,6 +20,7 @@ from rich.text import Text
 
 from .asking import AskError, login, read
 from .core import Role, SessionReading, Tier, TierReading, TierTraffic
+from .output import plain_console, print_json
 from .sizes import rough_size
 from .stats import Stats
 
@@ -85,13 +85,12 @@ def run_top(options: TopOptions, *, as_json: bool) -> None:
 
     Raises AskError if the server does not answer at first, SettingsError.
     """
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     headers = login(options.token_file)
     url = options.url.rstrip("/")
     first = observe(url, headers)
     if as_json:
-        encoded = msgspec.json.encode(compare(None, first))
-        console.print(msgspec.json.format(encoded, indent=2).decode(), soft_wrap=True)
+        print_json(compare(None, first))
     elif options.once or not console.is_terminal:
         console.print(render(compare(None, first), url))
     else:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +14,7 @@ from ..config import Settings, load_settings
 from ..core import Tier
 from ..endpoints import ANYWHERE, Endpoint, listens
 from ..errors import SettingsError
+from ..output import plain_console, print_json
 from . import fleet, host
 from .disk import disk_tier
 from .findings import Finding, Level, problem, well
@@ -36,10 +35,9 @@ class DoctorOptions:
 def run_doctor(options: DoctorOptions, *, as_json: bool) -> int:
     """Print all findings; return 1 if there is a problem among them. Blocks for some seconds."""
     found = examine(options)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     if as_json:
-        text = msgspec.json.format(msgspec.json.encode({"findings": found}), indent=2).decode()
-        console.print(text, soft_wrap=True)
+        print_json({"findings": found})
     else:
         console.print(_table(found))
         console.print(_summary(found))

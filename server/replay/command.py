@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..output import plain_console, print_json
 from .bound import BOUND, bound
 from .grid import Grid, ReplayOptions, Way
 from .plots import check_plot, write_plot
@@ -23,12 +23,11 @@ def run_replay(options: ReplayOptions, *, as_json: bool) -> None:
     grid = Grid(options)
     if options.plot is not None:
         check_plot(options.plot)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console()
     groups = together(options.files)
     reports = [_replay_files(files, grid) for files in groups]
     if as_json:
-        text = msgspec.json.format(msgspec.json.encode(reports), indent=2).decode()
-        console.print(text, soft_wrap=True)
+        print_json(reports)
     else:
         for report in reports:
             console.print(table(report), summary(report), "")
