@@ -17,11 +17,12 @@ from typing import Protocol, TypeVar
 from .admission import Throttle
 from .core import PAGE_BYTES, BlockKey, EvictReason, ReadOutcome, WriteOutcome
 from .health import Health, LeftAlone
+from .looks import NEVER, Looks
 from .lower_options import LowerOptions
 from .measures import Measures
 from .metrics import Metrics
 from .policies import POLICIES
-from .records import Order, RecordIndex
+from .records import RecordIndex
 from .tiers.base import RecordStore, Space, Written
 from .tiers.compression import Coded
 from .tiers.pool import Job, Pool, Steps, Urgency
@@ -35,14 +36,8 @@ DROPS_AT_ONCE = 64
 """Records that are removed with one job."""
 FULL_SHARE = 64
 """Of what it holds, a tier on a full medium gives up 1 ÷ this before it writes again."""
-RESCAN_SECONDS = 5.0
-"""How often a directory that other servers may share is looked through for changes."""
-LOOK_PAUSES = 20
-"""After a look that took long, the next one comes after so many times as long."""
 FORGOTTEN_AT_ONCE = 1000
 """Records of a namespace that is reset which leave the index in one turn of the loop."""
-ORDERED_AT_ONCE = 250
-"""Records of a scan that the policy is told of in one turn of the loop."""
 
 
 class Keyed(Protocol):
@@ -94,8 +89,7 @@ class LowerTier:
         """What has to end before a namespace's records are removed, by namespace."""
         self._wiping: set[str] = set()
         """Namespaces whose records are not to be used until they are removed."""
-        self._look_again = float("inf")
-        self._looking_since = 0.0
+        self._looks = Looks(store, self.index, self._steps, clock, self._looked)
         self._closed = False
 
     # State.
@@ -226,7 +220,7 @@ class LowerTier:
             self._writes[refusal].inc()
             return refusal
         size = len(payload) + PAGE_BYTES
-        victims = self._evict(self.used_bytes + self._reserved + size - self._capacity)
+        victims = self._evict(self.used_bytes + self._reserved + size - self.options.capacity_bytes)
         self._begin_write(space, size)
         codec = self.measures.coding.choose(self.measures.speed.bandwidth)
 
@@ -273,7 +267,7 @@ class LowerTier:
             self.health.stuck(waited)
         if waited <= self.options.stuck_seconds and self.health.breaker.probe_due(now):
             self._pool.submit(Urgency.UPKEEP, self.store.open, self._ready)
-        elif self.health.up and now >= self._look_again:
+        elif self.health.up and now >= self._looks.again:
             self._look()
 
     def close(self) -> None:
@@ -297,14 +291,14 @@ class LowerTier:
 
     def _ready(self, job: Job[None]) -> None:
         if self.health.ready(job):
-            if not self.scanned and self._look_again == float("inf"):
+            if not self.scanned and self._looks.again == NEVER:
                 self._look()
             self._wipe_what_is_quiet()
 
     def _refusal(self, space: Space, size: int) -> WriteOutcome | None:
         if not self._usable(space):
             return WriteOutcome.DOWN
-        room = self._capacity - self.index.overhead_bytes
+        room = self.options.capacity_bytes - self.index.overhead_bytes
         if not self.health.writable or size + PAGE_BYTES > room:
             return WriteOutcome.FULL
         if self.queued_write_bytes + size > self.options.queue_bytes:
@@ -329,10 +323,6 @@ class LowerTier:
             self.index.add(space.digest, key, written.record_bytes, parent)
 
     # Room.
-
-    @property
-    def _capacity(self) -> int:
-        return self.options.capacity_bytes
 
     def _evict(self, size: int) -> dict[str, list[BlockKey]]:
         """Take victims of `size` bytes out of the index. Returns them by namespace."""
@@ -381,33 +371,17 @@ class LowerTier:
         self._busy[digest] -= 1
         if self.health.judge(job):
             self._wiping.discard(digest)
-            self._look_again = min(self._look_again, self._clock())  # Folders went as well.
+            self._looks.soon()  # Folders went as well.
 
     # Looking at what is there.
 
     def _look(self) -> None:
-        self._look_again = float("inf")
-        self._looking_since = self._clock()
-        self.index.begin_look()
-        self._pool.submit(Urgency.UPKEEP, self._scan, self._looked)
+        def ended(job: Job[None]) -> None:
+            self._looks.seen(self.health.judge(job))
 
-    def _scan(self) -> None:
-        """Hand over what the store holds, a part at a time. Runs in a thread."""
-        order = Order()
-        for listing in self.store.scan():
-            order.note(listing)
-            self._steps.hand_in(partial(self.index.take_in, listing))
-        found = order.coldest_first()
-        for at in range(0, len(found), ORDERED_AT_ONCE):
-            self._steps.hand_in(partial(self.index.order, found[at : at + ORDERED_AT_ONCE]))
+        self._pool.submit(Urgency.UPKEEP, self._looks.begin(), ended)
 
-    def _looked(self, job: Job[None]) -> None:
-        self._steps.hand_in(partial(self._all_known, self.health.judge(job)))
-
-    def _all_known(self, well: bool) -> None:
-        now = self._clock()
-        took = now - self._looking_since
-        self._look_again = now + max(RESCAN_SECONDS, LOOK_PAUSES * took)
+    def _looked(self, well: bool) -> None:
         if well and not self.scanned:
             self.scanned = True
             log.info("the %s tier holds %d blocks", self.tier, len(self))
@@ -418,7 +392,7 @@ class LowerTier:
 
         A tier that is down does so after the first look when it is back.
         """
-        excess = self.used_bytes + self._reserved - self._capacity
+        excess = self.used_bytes + self._reserved - self.options.capacity_bytes
         if self.health.up and excess > 0 and (victims := self._evict(excess)):
             self._drop(victims)
             self._steps.hand_in(self._fit)

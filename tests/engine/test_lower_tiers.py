@@ -14,6 +14,7 @@ pytest.importorskip("vllm.distributed")
 sys.path[:0] = [str(Path(__file__).parents[1] / "tiers")]  # for wrappers.py
 
 from kvtier.core import EvictReason, Fault, ReadOutcome, Tier, WriteMode
+from kvtier.looks import NEVER
 from kvtier.tiers.base import TierFault
 from kvtier.tiers.breaker import BreakerOptions
 from kvtier.tiers.disk import DiskOptions, DiskStore
@@ -330,5 +331,5 @@ def test_a_look_that_takes_long_is_no_failure_and_lookups_are_answered_meanwhile
     opened = plane.metrics.tier_faults.labels(Tier.DISK, Fault.TIMEOUT)._value.get
     assert opened() == 0
     gate.set()
-    until(lambda: lower._look_again != float("inf"), "the end of the look")
+    until(lambda: lower._looks.again != NEVER, "the end of the look")
     assert opened() == 0
