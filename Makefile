@@ -14,10 +14,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PINS := constraints-cpu.txt
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
-SYSTEM_PACKAGES := redis-server prometheus fio
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-vllm system check test demo model figure figures
+.PHONY: venv venv-vllm system system-test check test demo model figure figures
 
 venv: $(VENV)/.stamp-dev
 venv-vllm: $(VENV)/.stamp-vllm
@@ -38,12 +37,16 @@ $(VENV)/.stamp-vllm: $(VENV)/.stamp-dev
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-system:
-	@if ! { command -v redis-server && command -v promtool && command -v fio; } >/dev/null; then \
-		$(SUDO) apt-get update -q && \
+# Installs what of these commands is missing, each with its Debian package.
+system: WANTED := redis-server=redis-server promtool=prometheus fio=fio
+system-test: WANTED := nginx=nginx-light docker-compose=docker-compose
+system system-test:
+	@missing=; for each in $(WANTED); do \
+		command -v "$${each%%=*}" >/dev/null || missing="$$missing $${each#*=}"; \
+	done; \
+	test -z "$$missing" || { $(SUDO) apt-get update -q && \
 		$(SUDO) env DEBIAN_FRONTEND=noninteractive \
-			apt-get install -q -y --no-install-recommends $(SYSTEM_PACKAGES); \
-	fi
+			apt-get install -q -y --no-install-recommends $$missing; }
 
 check: venv
 	$(BIN)/ruff check .
@@ -52,7 +55,7 @@ check: venv
 	$(BIN)/lint-imports
 	$(BIN)/pytest -m "not vllm and not slow" -n auto --dist worksteal
 
-test: system venv-vllm check
+test: system system-test venv-vllm check
 	$(BIN)/pytest -m "vllm or slow"
 
 demo: system venv-vllm
