@@ -137,7 +137,7 @@ def replay(
     ] = None,
     lower_policy: Annotated[
         list[str] | None,
-        typer.Option(help="Policy of disk and Redis; once for each. Default: auto."),
+        typer.Option(help="Policy of disk and Redis; once for each. Default: mq."),
     ] = None,
     write_mode: Annotated[
         list[str] | None,
@@ -169,7 +169,7 @@ def replay(
         sizes=size or SIZES,
         disks=disk or (),
         redises=redis or (),
-        lower_policies=lower_policy or ("auto",),
+        lower_policies=lower_policy or ("mq",),
         write_modes=write_mode or ("through",),
         admissions=admission or ("always",),
         block_bytes=block_bytes,

@@ -143,8 +143,9 @@ class Live:
             new = changed(base, self.kept)
             wanted, now = plain(new), plain(self.settings)
             changes = {key: wanted[key] for key in LIVE if wanted[key] != now[key]}
-            if changed(self.settings, changes) != new:
-                log.warning("some settings in the file need a restart; the others are in force")
+            here, there = _flat(self.settings), _flat(new)
+            if rest := [key for key in there if key not in LIVE and there[key] != here[key]]:
+                log.warning("other values of %s need a restart", ", ".join(rest))
             before = dict(self.kept)
             await self._change(Wish("SIGHUP", changes), "reload", None)
             self.kept = before
@@ -337,15 +338,23 @@ def check_live(changes: Mapping[str, Scalar]) -> None:
 
 def plain(settings: Settings) -> dict[str, Scalar]:
     """Return the settings that can change by dotted key, as a settings file would hold them."""
-    sections = settings.effective()
+    values = _flat(settings)
     found: dict[str, Scalar] = {}
     for key in LIVE:
-        section, _, name = key.partition(".")
-        values = sections[section]
-        assert isinstance(values, dict), "all of these are in sections"
-        value = values[name]
-        assert not isinstance(value, list), "and each is one value"
+        value = values[key]
+        assert not isinstance(value, list), "each of these is one value"
         found[key] = value
+    return found
+
+
+def _flat(settings: Settings) -> dict[str, Scalar | list[str]]:
+    """Return all settings by dotted key."""
+    found: dict[str, Scalar | list[str]] = {}
+    for name, value in settings.effective().items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            found[name] = value
     return found
 
 

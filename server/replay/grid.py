@@ -36,7 +36,7 @@ class ReplayOptions:
     """Sizes of the disk tier; empty for none."""
     redises: Sequence[str] = ()
     """Sizes of the Redis tier; empty for none."""
-    lower_policies: Sequence[str] = ("auto",)
+    lower_policies: Sequence[str] = ("mq",)
     write_modes: Sequence[str] = (WriteMode.THROUGH,)
     admissions: Sequence[str] = (AdmissionMode.ALWAYS,)
     block_bytes: str | None = None

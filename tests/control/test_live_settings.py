@@ -168,9 +168,10 @@ def test_changes_outlive_a_restart_and_are_forgotten_on_demand(tmp_path):
 def test_sighup_reads_the_file_again_and_a_wrong_file_changes_nothing(served, tmp_path):
     file = tmp_path / "kvtier.yaml"
     good = file.read_text()
-    file.write_text(good + "loads: {wait_seconds: 7}\nlog: {level: debug}\n")
+    file.write_text(good + "loads: {wait_seconds: 7}\nshutdown_seconds: 9\n")
     served.process.send_signal(signal.SIGHUP)
     until(lambda: get(served, "/v1/config").json()["loads"]["wait_seconds"] == 7, "the new file")
+    assert "other values of shutdown_seconds need a restart" in served.log
     file.write_text("loads: {wait_seconds: soon}\n")
     served.process.send_signal(signal.SIGHUP)
     until(lambda: "the settings stay as they are" in served.log, "the refusal")

@@ -113,7 +113,9 @@ def test_the_monitor_asks_the_port_that_hands_the_metrics_on(applied):
     assert f"listen {port['containerPort']};" in nginx
     assert "proxy_pass http://127.0.0.1:9555;" in nginx
     [server] = [each for each in pod["spec"]["containers"] if each["name"] == "kvtier"]
-    assert len(server["volumeMounts"]) == 2, "the patch changes nothing of the server"
+    plain = yaml.safe_load_all((ROOT / "deploy/k8s/kvtier.yaml").read_text("utf-8"))
+    [daemon] = [each for each in plain if each["kind"] == "DaemonSet"]
+    assert [server] == daemon["spec"]["template"]["spec"]["containers"], "it stays as it is"
 
 
 def test_the_monitor_of_vllm_asks_the_engines_port():

@@ -109,7 +109,7 @@ def test_the_table_shows_what_was_written_to_each_tier(capsys, trace, monkeypatc
     run_replay(ReplayOptions([trace], block_bytes="1MiB", **TIERS), as_json=False)
     printed = capsys.readouterr().out
     for words in (
-        "lru / auto through second_hit",
+        "lru / mq through second_hit",
         "disk: written",
         "redis: evicted at 100%",
         "MiB",
