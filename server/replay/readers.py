@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,8 @@ class MooncakeLine(msgspec.Struct):
     hash_ids: list[int]
     block_size: int = MOONCAKE_BLOCK_TOKENS
     """Not in Mooncake's own files, whose blocks have 512 tokens."""
+    session: int | None = None
+    """Not there either."""
 
 
 class BailianLine(msgspec.Struct):
@@ -88,6 +90,12 @@ class Parsed:
     blocks: Sequence[Hashable]
     tokens: int
     block_tokens: int
+    seconds: float
+    """When it came, by the trace's own clock."""
+    output_tokens: int | None = None
+    """Of its answer, where the trace tells."""
+    session: Hashable = None
+    """The conversation that it belongs to, where the trace tells."""
 
 
 Parser = Callable[[bytes], Parsed]
@@ -118,7 +126,14 @@ _decode_recorded = msgspec.json.Decoder(RecordedLine).decode
 
 def _mooncake(text: bytes) -> Parsed:
     line = _decode_mooncake(text)
-    return Parsed(line.hash_ids, line.input_length, line.block_size)
+    return Parsed(
+        line.hash_ids,
+        line.input_length,
+        line.block_size,
+        line.timestamp / 1000,
+        line.output_length,
+        line.session,
+    )
 
 
 def _bailian(text: bytes) -> Parsed:
@@ -129,13 +144,15 @@ def _bailian(text: bytes) -> Parsed:
     for own in line.hash_ids:
         prefix = hash((prefix, own))
         blocks.append(prefix)
-    return Parsed(blocks, line.input_length, BAILIAN_BLOCK_TOKENS)
+    return Parsed(
+        blocks, line.input_length, BAILIAN_BLOCK_TOKENS, line.timestamp, line.output_length
+    )
 
 
 def _lmcache(text: bytes) -> Parsed:
     line = _decode_lmcache(text)
     blocks = [f"{line.model_name}/{each}" for each in line.chunk_hashes]
-    return Parsed(blocks, line.seq_len, line.chunk_size)
+    return Parsed(blocks, line.seq_len, line.chunk_size, line.timestamp)
 
 
 class _Recording:
@@ -163,7 +180,8 @@ class _Recording:
             blocks.append(self._hashes[at])
             at = self._parents[at]
         blocks.reverse()
-        return Parsed(blocks, len(blocks) * self._block_tokens, self._block_tokens)
+        tokens = len(blocks) * self._block_tokens
+        return Parsed(blocks, tokens, self._block_tokens, line.t / 1000)
 
 
 def _stateless(parse: Parser) -> Callable[[bytes], tuple[Parser, None]]:
@@ -209,6 +227,16 @@ def read_together(files: Sequence[Path], advance: Advance | None = None) -> Trac
     return trace
 
 
+def read_requests(file: Path) -> Iterator[Parsed]:
+    """Yield the requests of one trace file, as it tells them. Blocks. Raises TraceError."""
+    shape, _, lines = _opened(file, None)
+    block_tokens = 0
+    for where, parsed in lines:
+        block_tokens = block_tokens or parsed.block_tokens
+        _check_sizes(where, shape, parsed, block_tokens)
+        yield parsed
+
+
 def together(files: Sequence[Path]) -> list[list[Path]]:
     """Return which files are read as one trace: those that servers recorded of one namespace.
 
@@ -241,9 +269,24 @@ def _head(file: Path) -> RecordedHead | None:
 
 
 def _read(trace: Trace, file: Path, advance: Advance | None) -> None:
+    shape, head, lines = _opened(file, advance)
+    trace.format = shape.name
+    if head is not None:
+        trace.block_bytes = head.block_bytes
+    for where, parsed in lines:
+        if not trace.block_tokens:
+            trace.block_tokens = parsed.block_tokens
+        _check_sizes(where, shape, parsed, trace.block_tokens)
+        trace.add(parsed.blocks[: parsed.tokens // parsed.block_tokens], parsed.tokens)
+
+
+Lines = Iterator[tuple[str, Parsed]]
+"""Where each request stands, for a sentence, and the request."""
+
+
+def _opened(file: Path, advance: Advance | None) -> tuple[Format, RecordedHead | None, Lines]:
     lines = _numbered_lines(file, advance)
-    first = next(lines, None)
-    if first is None:
+    if (first := next(lines, None)) is None:
         raise TraceError(f"{file} holds no request: name a trace with one JSON object a line.")
     shape = _format_of(first[1])
     if shape is None:
@@ -252,13 +295,16 @@ def _read(trace: Trace, file: Path, advance: Advance | None) -> None:
             f"{_names()}, one JSON object a line."
         )
     parse, head = _begin(file, shape, *first)
-    trace.format = shape.name
-    if head is not None:
-        trace.block_bytes = head.block_bytes
-    for number, line in lines if head is not None else chain([first], lines):
+    rest = lines if head is not None else chain([first], lines)
+    return shape, head, _parsed(file, shape, parse, rest)
+
+
+def _parsed(file: Path, shape: Format, parse: Parser, lines: Iterable[tuple[int, bytes]]) -> Lines:
+    for number, line in lines:
         if shape is RECORDED and not line.endswith(b"\n"):
             return  # A server that was killed left half a line.
-        _add(trace, f"{file}, line {number}", shape, parse, line)
+        where = f"{file}, line {number}"
+        yield where, _parse(where, shape, parse, line)
 
 
 def _begin(
@@ -271,19 +317,19 @@ def _begin(
         raise TraceError(f"{where}: not a file of the {shape.name} format: {error}.") from None
 
 
-def _add(trace: Trace, where: str, shape: Format, parse: Parser, line: bytes) -> None:
+def _parse(where: str, shape: Format, parse: Parser, line: bytes) -> Parsed:
     try:
         parsed = parse(line)
     except (msgspec.DecodeError, ValueError) as error:
         raise TraceError(_misfit(where, shape, line, str(error))) from None
     if shape.name == "mooncake" and b'"chat_id"' in line:
         raise TraceError(_misfit(where, shape, line, "it has a chat_id"))
-    if not trace.block_tokens:
-        trace.block_tokens = parsed.block_tokens
-    what = _contradiction(parsed, trace.block_tokens)
-    if what is not None:
+    return parsed
+
+
+def _check_sizes(where: str, shape: Format, parsed: Parsed, block_tokens: int) -> None:
+    if (what := _contradiction(parsed, block_tokens)) is not None:
         raise TraceError(f"{where}: not a request of the {shape.name} format: {what}.")
-    trace.add(parsed.blocks[: parsed.tokens // parsed.block_tokens], parsed.tokens)
 
 
 def _contradiction(parsed: Parsed, block_tokens: int) -> str | None:
