@@ -57,10 +57,10 @@ def _drive(options: argparse.Namespace) -> int:
     facts = workload.facts(options.block_tokens)
     labelled = Labelled(options.system, options.scenario or workload.name, facts, done)
     told = save(labelled, out)
-    write_page([labelled], options.system, out, ended(measured))
-    print(f"{table(LATENCY, [told])}\n\n{table(THROUGHPUT, [told])}\n\n{out / 'page.md'}")
     if not told.answered:
         raise TrafficError(f"No request was answered. The first one: {done.records[0].error}")
+    page = write_page([labelled], options.system, out, ended(measured))
+    print(f"{table(LATENCY, [told])}\n\n{table(THROUGHPUT, [told])}\n\n{page}")
     return 0
 
 

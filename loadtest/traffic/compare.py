@@ -1,7 +1,8 @@
 """Several systems side by side: ratios to one of them, request by request and run by run.
 
 Runs of one system in one scenario are repetitions. The first one is paired with the base system's
-first one, and so on; inside a pair, requests are paired by their names.
+first one, and so on (and round again, where that one ran less often); inside a pair, requests are
+paired by their names.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from ..report import quartiles
 from .summary import Labelled, Summary, answered, summarise
@@ -60,7 +62,7 @@ def ratios(runs: Sequence[Labelled], base: str) -> list[Ratios]:
     for scenario in scenarios(runs):
         bases = runs_of(runs, base, scenario)
         for system in systems(runs):
-            pairs = list(zip(runs_of(runs, system, scenario), bases, strict=False))
+            pairs = list(zip(runs_of(runs, system, scenario), cycle(bases), strict=False))
             if pairs and system != base:
                 found.append(_ratios(scenario, system, pairs))
     return found

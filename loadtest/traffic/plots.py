@@ -16,12 +16,19 @@ from .requests import TrafficError
 from .summary import Labelled, Summary, answered, summarise
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png")
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 DASHES = ("-", "--", "-.", ":")
+BAR = 0.7
+COMPUTED = "computed"
+DARK = {"device", "host"}
+"""Sources in whose colours white is read better than black."""
+LABELLED_SHARE = 0.12
+"""Parts of a bar that are smaller have no room for a number."""
 SOURCE_COLOURS = {
     "device": "#0072B2",
     "host": "#009E73",
@@ -29,24 +36,25 @@ SOURCE_COLOURS = {
     "redis": "#CC79A7",
     "external_unspecified": "#56B4E9",
     "connector": "#56B4E9",
-    "computed": "#DDDDDD",
+    COMPUTED: "#DDDDDD",
 }
 OTHER_COLOURS = ("#D55E00", "#F0E442", "#999999")
 SOURCE_NAMES = {
     "device": "engine's own cache (L0)",
     "host": "host memory (L1)",
     "external_unspecified": "connector",
-    "computed": "computed",
 }
 COLUMNS = 3
+LEGEND_COLUMNS = 4
+REUSABLE = "reusable at most"
 PANEL_INCHES = (4.2, 3.1)
 DOTS_AN_INCH = 120
-BAR = 0.8
-FACES = {"svg.hashsalt": "kvtier", "svg.fonttype": "none", "font.size": 9.0}
 
 
 def write_plots(runs: Sequence[Labelled], folder: Path) -> list[Path]:
     """Write all pictures into a folder; return the SVG files. Blocks. Raises TrafficError."""
+    if not runs:
+        raise TrafficError("There is no run to show.")
     try:
         import matplotlib as mpl
     except ImportError:
@@ -56,7 +64,8 @@ def write_plots(runs: Sequence[Labelled], folder: Path) -> list[Path]:
         "cached": cached,
         "throughput": throughput,
     }
-    with mpl.rc_context(FACES):
+    # Equal runs give equal files, whose text can be searched.
+    with mpl.rc_context({"svg.hashsalt": "kvtier", "svg.fonttype": "none", "font.size": 9.0}):
         return [_save(draw(runs), folder / name) for name, draw in drawn.items()]
 
 
@@ -89,22 +98,21 @@ def cached(runs: Sequence[Labelled]) -> Figure:
     """Return where prompt tokens came from, in stacked bars, and what could have been cached."""
     figure, panels = _panels(runs, "Where prompt tokens came from")
     for axes, scenario in zip(panels, scenarios(runs), strict=True):
-        here = [each for each in systems(runs) if runs_of(runs, each, scenario)]
+        here = _systems_in(runs, scenario)
         for number, system in enumerate(here):
             begin = 0.0
             for source, share in _shares(runs_of(runs, system, scenario)).items():
                 colour = _source_colour(source)
                 name = SOURCE_NAMES.get(source, source)
                 axes.barh(number, share, BAR, begin, label=name, color=colour, edgecolor="white")
-                if share >= 0.08:
-                    shade = "white" if source in {"device", "host"} else "black"
-                    middle = begin + share / 2
-                    axes.text(middle, number, f"{share:.0%}", ha="center", va="center", color=shade)
+                if share >= LABELLED_SHARE and source != COMPUTED:
+                    shade = "white" if source in DARK else "black"
+                    place = (begin + share / 2, number)
+                    axes.text(*place, f"{share:.0%}", ha="center", va="center", color=shade)
                 begin += share
         reusable = runs_of(runs, here[0], scenario)[0].workload.reusable_share
-        axes.axvline(reusable, color="black", linestyle="--", label="reusable at most")
-        axes.set_yticks(range(len(here)), here)
-        axes.invert_yaxis()
+        axes.axvline(reusable, color="black", linestyle="--", label=REUSABLE)
+        _name_bars(axes, here)
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         axes.set_xlabel("prompt tokens")
@@ -116,29 +124,27 @@ def throughput(runs: Sequence[Labelled]) -> Figure:
     """Return prompt tokens a second, with the least and the largest of several runs."""
     figure, panels = _panels(runs, "Throughput: prompt tokens answered in a second")
     for axes, scenario in zip(panels, scenarios(runs), strict=True):
-        here = [each for each in systems(runs) if runs_of(runs, each, scenario)]
+        here = _systems_in(runs, scenario)
         for number, system in enumerate(here):
             found = over_runs(runs_of(runs, system, scenario), _prompt_rate)
             around = [[found.middle - found.low], [found.high - found.middle]]
-            axes.bar(
+            axes.barh(
                 number,
                 found.middle,
                 BAR,
-                yerr=around if found.samples > 1 else None,
+                xerr=around if found.samples > 1 else None,
                 capsize=4,
                 color=COLOURS[systems(runs).index(system) % len(COLOURS)],
                 edgecolor="black",
                 linewidth=0.5,
             )
-            text = f"{found.middle:,.0f}"
-            axes.annotate(
-                text, (number, found.high), (0, 3), textcoords="offset points", ha="center"
-            )
-        axes.set_xticks(range(len(here)), [each.replace(" ", "\n", 1) for each in here])
-        axes.margins(y=0.15)
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("tokens/s")
-        axes.yaxis.set_major_formatter("{x:,.0f}")
+            place, text = (found.high, number), f"{found.middle:,.0f}"
+            axes.annotate(text, place, (5, 0), textcoords="offset points", va="center")
+        _name_bars(axes, here)
+        axes.margins(x=0.25)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("tokens/s")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
     return figure
 
 
@@ -146,8 +152,6 @@ def _panels(runs: Sequence[Labelled], title: str) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
     names = scenarios(runs)
-    if not names:
-        raise TrafficError("There is no run to show.")
     columns = min(COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)
     width, height = PANEL_INCHES
@@ -164,20 +168,31 @@ def _panels(runs: Sequence[Labelled], title: str) -> tuple[Figure, list[Axes]]:
 
 def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
     """Name each line or part once, below all panels."""
-    found = {}
+    found: dict[str, Artist] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    figure.legend(
-        list(found.values()), list(found), loc="outside lower center", ncols=min(len(found), 4)
-    )
+            found.setdefault(str(label), handle)
+    labels = sorted(found, key=lambda label: label == REUSABLE)
+    columns = min(len(found), LEGEND_COLUMNS)
+    handles = [found[label] for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def _systems_in(runs: Sequence[Labelled], scenario: str) -> list[str]:
+    return [each for each in systems(runs) if runs_of(runs, each, scenario)]
+
+
+def _name_bars(axes: Axes, names: Sequence[str]) -> None:
+    """Name horizontal bars, the first one on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def _seconds_axis(axes: Axes) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("seconds")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.xaxis.set_minor_formatter("")
+    axes.xaxis.set_minor_formatter(lambda *_: "")
 
 
 def _ttfts(runs: Sequence[Labelled]) -> list[float]:
@@ -193,17 +208,17 @@ def _shares(runs: Sequence[Labelled]) -> dict[str, float]:
             counts[source] = counts.get(source, 0) + tokens
     total = sum(counts.values()) or 1
     order = [*SOURCE_COLOURS, *counts]
-    names = sorted(counts, key=lambda name: (name == "computed", order.index(name)))
+    names = sorted(counts, key=lambda name: (name == COMPUTED, order.index(name)))
     return {name: counts[name] / total for name in names if counts[name]}
 
 
 def _tokens(labelled: Labelled) -> dict[str, int]:
     sources = labelled.run.sources
     if sources is not None:
-        return {**sources.tiers, "computed": sources.computed}
+        return {**sources.tiers, COMPUTED: sources.computed}
     told = summarise(labelled)
     found = told.cached_tokens or 0
-    return {"cached": found, "computed": told.prompt_tokens - found}
+    return {"cached": found, COMPUTED: told.prompt_tokens - found}
 
 
 def _source_colour(source: str) -> str:

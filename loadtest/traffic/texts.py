@@ -84,9 +84,10 @@ class TextWriter:
         mark = hashlib.sha256(f"{self.seed}/{name}".encode()).hexdigest()
         head = self._encode(f"[{mark[:MARK_CHARACTERS]}] ")
         begin = int(mark, 16) % len(self._text)
-        wanted = max(tokens - len(head), 0)
-        rounds = (begin + wanted) // len(self._text) + 1
-        return tuple((head + (self._text * rounds)[begin : begin + wanted])[:tokens])
+        piece = head + self._text[begin : begin + tokens]
+        while len(piece) < tokens:
+            piece += self._text[:tokens]
+        return tuple(piece[:tokens])
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

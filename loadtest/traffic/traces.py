@@ -79,5 +79,5 @@ def _prompt(writer: Writer, name: str, parsed: Parsed, block: int) -> tuple[int,
 def _output(parsed: Parsed, window: Window) -> int:
     if parsed.output_tokens is None:
         return window.output
-    scaled = parsed.output_tokens * window.block // parsed.block_tokens
+    scaled: int = parsed.output_tokens * window.block // parsed.block_tokens
     return min(max(scaled, 1), window.output)

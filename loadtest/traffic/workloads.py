@@ -134,7 +134,7 @@ WORKLOADS: Mapping[str, Kind] = {
     ),
     "chat": Kind(chat, {"sessions": 8, "turns": 6, "output": 32}, {"system": 0.2, "message": 0.1}),
     "agents": Kind(
-        agents, {"agents": 4, "steps": 10, "output": 16}, {"tools": 0.3, "observation": 0.06}
+        agents, {"agents": 4, "steps": 10, "output": 16}, {"tools": 0.3, "observation": 0.05}
     ),
     "unique": Kind(unique, {"requests": 24, "output": 16}, {"prompt": 0.25}),
     "churn": Kind(

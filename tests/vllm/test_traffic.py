@@ -1,0 +1,88 @@
+"""The load generator against real vLLM: cached tokens, their sources and the outputs are right."""
+
+from __future__ import annotations
+
+import pytest
+from harness import BLOCK, MODEL_TOKENS, holds
+
+from loadtest import tiny
+from loadtest.traffic.records import Failure
+from loadtest.traffic.requests import Request, Workload
+from loadtest.traffic.runner import Closed, run
+from loadtest.traffic.stream import digest
+from loadtest.traffic.summary import Labelled, summarise
+from loadtest.traffic.texts import SeededWriter, TextWriter
+from loadtest.traffic.workloads import build
+
+FIRST = len(tiny.SPECIAL_TOKENS)
+SIZES = {"sessions": 3, "turns": 3, "system": 4 * BLOCK, "message": 2 * BLOCK, "output": BLOCK}
+USERS = Closed(1)
+"""Who come after each other, so that each finds what the ones before left."""
+
+
+@pytest.fixture(scope="module")
+def served(module_lab):
+    server = module_lab.server()
+    return server, module_lab.engine(server.socket)
+
+
+@pytest.fixture
+def chat():
+    return build("chat", SeededWriter(3, FIRST, FIRST + 256), MODEL_TOKENS, SIZES)
+
+
+async def ask(engine, workload):
+    return await run(engine.part.url, engine.model, workload, USERS, progress=False)
+
+
+async def test_cached_tokens_sources_and_outputs_are_those_of_vllm(served, chat):
+    server, engine = served
+    reusable = chat.facts(BLOCK).reusable_tokens
+    assert reusable > 0.5 * chat.prompt_tokens
+    cold = await ask(engine, chat)
+    assert [record.error for record in cold.records] == [None] * len(chat.requests)
+    assert sum(record.cached_tokens for record in cold.records) == reusable
+    assert (cold.sources.prompt, cold.sources.device) == (chat.prompt_tokens, reusable)
+    assert cold.sources.tiers == {"device": reusable}
+
+    blocks = chat.distinct_tokens(BLOCK) // BLOCK
+    holds(server, blocks + len(chat.requests) - 3)
+    engine.forget()
+    warm = await ask(engine, chat)
+    told = summarise(Labelled("kvtier", "warm", chat.facts(BLOCK), warm))
+    assert sum(warm.sources.tiers.values()) == told.cached_tokens
+    assert warm.sources.tiers.keys() == {"device", "host"}
+    assert warm.sources.connector == warm.sources.tiers["host"] > 0
+    assert warm.sources.computed == chat.prompt_tokens - told.cached_tokens
+    assert told.cached_tokens > reusable, "what only cold requests computed comes from the host"
+
+    outputs = {record.name: record.digest for record in cold.records}
+    assert {record.name: record.digest for record in warm.records} == outputs
+    assert len(set(outputs.values())) == len(outputs), "every answer is another one"
+
+
+async def test_a_digest_is_of_the_text_that_vllm_answers(served):
+    _, engine = served
+    prompt = SeededWriter(4, FIRST, FIRST + 256).write("any", 3 * BLOCK)
+    workload = Workload("one", "One request.", 4, (Request("one", prompt, 24),))
+    (record,) = (await ask(engine, workload)).records
+    asked = engine.text(prompt, 24)
+    assert record.digest == digest(asked)
+    assert record.output_tokens == 24
+    assert len(record.gaps) == 23
+    assert 0 < record.ttft < record.seconds
+
+
+async def test_what_vllm_refuses_is_recorded_with_its_reason(served):
+    _, engine = served
+    writer = SeededWriter(5, FIRST, FIRST + 256)
+    requests = (Request("long", writer.write("long", MODEL_TOKENS), 8), Request("good", (9, 9), 2))
+    long, good = (await ask(engine, Workload("two", "", 5, requests))).records
+    assert long.failure is Failure.STATUS
+    assert "400" in long.error
+    assert str(MODEL_TOKENS) in long.error
+    assert good.failure is None
+
+
+def test_real_text_is_cut_by_the_models_tokenizer(tiny_model):
+    assert len(TextWriter(1, tiny_model).write("a", 500)) == 500
