@@ -5,6 +5,7 @@
 #   make venv-lmcache  LMCache beside vLLM, to compare with and to serve
 #   make model       the demo's model                 make demo     a real model, cold and warm
 #   make figures     all measured figures             make figure NAME=demo_l1_gain
+#   make neutral     kvtier and vLLM, asked by `vllm bench serve`
 #
 # TORCH_INDEX: URL of an index with torch's CPU builds, where pip can't find them by itself.
 
@@ -18,7 +19,7 @@ LMCACHE := .venv-lmcache
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-vllm venv-lmcache system system-test check test demo model figure figures
+.PHONY: venv venv-vllm venv-lmcache system system-test check test demo model figure figures neutral
 
 venv: $(VENV)/.stamp-dev
 venv-vllm: $(VENV)/.stamp-vllm
@@ -79,6 +80,9 @@ model: venv-vllm
 figure: venv-vllm
 	@test -n "$(NAME)" || { echo "usage: make figure NAME=demo_l1_gain" >&2; exit 2; }
 	$(BIN)/python -m loadtest.figures $(NAME)
+
+neutral: venv-vllm
+	$(BIN)/python -m loadtest.neutral
 
 figures: venv-vllm
 	$(BIN)/python -m loadtest.figures

@@ -16,9 +16,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from .model import ModelError
+from .peers import PeerError
 from .report import machine
 from .rig import RigError
 from .stack import StackError, start_server
@@ -241,6 +243,21 @@ def loop_lag_ms() -> list[float]:
     return loop_lag.measure()
 
 
+def lmcache_hit_ratios(tier: str) -> list[float]:
+    """Return the median of kvtier's TTFT from a tier ÷ LMCache's, for each of its chunks."""
+    from . import peer_ttft
+
+    rounds = peer_ttft.hits(peer_ttft.Tiers(tier))
+    return rounds.medians(peer_ttft.DEFAULT, peer_ttft.SMALLEST)
+
+
+def lmcache_cold_ttft_ratio() -> list[float]:
+    """Return kvtier's TTFT of a new prompt ÷ LMCache's, round by round."""
+    from . import peer_ttft
+
+    return peer_ttft.cold().ratios(peer_ttft.DEFAULT)
+
+
 FIGURES = {
     "demo_l1_gain": Figure("cold TTFT ÷ L1 TTFT in the demo", 5.0, None, demo_l1_gain),
     "host_budget_ratio": Figure(
@@ -363,6 +380,19 @@ FIGURES = {
         loop_lag_ms,
         Judged.MEDIAN,
     ),
+    # Of the two values one is for LMCache's default chunk, and one for its smallest.
+    "lmcache_l1_ttft_ratio": Figure(
+        "TTFT from L1 ÷ LMCache's from its L1", None, 0.9, partial(lmcache_hit_ratios, "host")
+    ),
+    "lmcache_disk_ttft_ratio": Figure(
+        "TTFT from disk ÷ LMCache's from disk", None, 0.9, partial(lmcache_hit_ratios, "disk")
+    ),
+    "lmcache_redis_ttft_ratio": Figure(
+        "TTFT from Redis ÷ LMCache's from Redis", None, 0.9, partial(lmcache_hit_ratios, "redis")
+    ),
+    "lmcache_cold_ttft_ratio": Figure(
+        "TTFT of new prompts ÷ LMCache's", None, 1.0, lmcache_cold_ttft_ratio, Judged.MEDIAN
+    ),
 }
 
 
@@ -378,7 +408,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return max([_measure(name) for name in arguments])
-    except (RigError, StackError, ModelError) as error:
+    except (RigError, StackError, ModelError, PeerError) as error:
         print(f"figures: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -136,7 +136,7 @@ def rig(*names: str, capacity: str = CAPACITY, lower: Sequence[str] = ()) -> Ite
         for number, name in enumerate(names):
             options = ["--model", folder, "--served-model-name", "model", *_options()]
             if name == WITH:
-                options += ["--kv-transfer-config", _transfer_config(server)]
+                options += ["--kv-transfer-config", transfer_config(server)]
             parts[name] = start_vllm(work, options, f"engine{number}", ENVIRONMENT)
             ends.callback(parts[name].stop)
         engines = {}
@@ -190,7 +190,8 @@ def _options() -> list[str]:
     ]  # fmt: skip
 
 
-def _transfer_config(server: Part) -> str:
+def transfer_config(server: Part) -> str:
+    """Return vLLM's --kv-transfer-config for a kvtier server."""
     return json.dumps(
         {
             "kv_connector": "KVTierConnector",

@@ -6,6 +6,7 @@ started here ends with `stop`, at the latest with this process.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -79,9 +80,11 @@ class Part:
         """Return the body of a GET. Raises StackError."""
         return self._ask(urllib.request.Request(self.url + path))
 
-    def post(self, path: str) -> str:
-        """Return the body of an empty POST. Raises StackError."""
-        return self._ask(urllib.request.Request(self.url + path, method="POST"))
+    def post(self, path: str, body: object = None) -> str:
+        """Return the body of a POST of a JSON document, or of nothing. Raises StackError."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        return self._ask(urllib.request.Request(self.url + path, data, headers, method="POST"))
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal, wait, kill what is left after STOP_SECONDS; return the exit code."""
@@ -145,13 +148,21 @@ def start_up(folder: Path, up: Sequence[str], engine: Sequence[str], name: str) 
 
 
 def start_vllm(
-    folder: Path, engine: Sequence[str], name: str, environment: Mapping[str, str]
+    folder: Path,
+    engine: Sequence[str],
+    name: str,
+    environment: Mapping[str, str],
+    python: str = sys.executable,
 ) -> Part:
-    """Start vLLM's OpenAI server by itself, with its log in `folder`. Returns at once."""
+    """Start vLLM's OpenAI server by itself, with its log in `folder`. Returns at once.
+
+    `python` is the interpreter of the environment that it is to run in.
+    """
     port = free_port(LOOPBACK)
     command = ["-m", "vllm.entrypoints.openai.api_server", "--host", LOOPBACK]
     command += ["--port", str(port), "--enable-prompt-tokens-details", *engine]
-    child, log = _start(f"vLLM ({name})", command, folder / f"{name}.log", environment)
+    log = folder / f"{name}.log"
+    child, log = _start(f"vLLM ({name})", command, log, environment, python)
     return Part(child, f"http://{LOOPBACK}:{port}", log, "/health", ENGINE_SECONDS)
 
 
@@ -184,19 +195,27 @@ def _listens(port: int) -> bool:
 
 
 def start_part(
-    folder: Path, name: str, command: Sequence[str], environment: Mapping[str, str]
+    folder: Path,
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    python: str = sys.executable,
 ) -> Part:
-    """Start Python with the arguments `command`: a part that answers no HTTP. Returns at once."""
-    child, log = _start(name, command, folder / f"{name}.log", environment)
+    """Start `python` with the arguments `command`: a part that answers no HTTP. Returns at once."""
+    child, log = _start(name, command, folder / f"{name}.log", environment, python)
     return Part(child, "", log, "", ENGINE_SECONDS)
 
 
 def _start(
-    name: str, command: Sequence[str], log: Path, extra: Mapping[str, str]
+    name: str,
+    command: Sequence[str],
+    log: Path,
+    extra: Mapping[str, str],
+    python: str = sys.executable,
 ) -> tuple[Child, Path]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER")}
     # Models are folders here, so nothing has to be asked of a hub, and nobody be told of a run.
     environment |= {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"}
     environment |= extra
     with log.open("ab") as output:
-        return Child(name, [sys.executable, *command], environment, output.fileno()), log
+        return Child(name, [python, *command], environment, output.fileno()), log

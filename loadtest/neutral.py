@@ -1,0 +1,159 @@
+"""A cross-check by a load generator that is not ours: `vllm bench serve`, beside vLLM alone.
+
+    python -m loadtest.neutral [--to DIR] [--trace FILE] [--prompts N]
+
+Its data set `prefix_repetition` asks prompts with a few beginnings in common, more of them than
+the engine's own cache holds. With --trace its data set `timed_trace` sends a file of timed requests
+at their times as well: JSON lines with `timestamp` in milliseconds, `input_length`, `output_length`
+and `hash_ids`, one for 512 tokens. `kvtier up` is asked first and ended, then vLLM by itself with
+the same options. DIR gets the generator's own results, a JSON file each; a table of TTFTs goes to
+stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import model
+from .model import ModelError
+from .peers import Setup, Tiers
+from .peers.peer import MODEL_NAME, engine_options
+from .report import Row, show
+from .stack import Part, StackError, start_up, start_vllm
+
+DEFAULT_TO = model.REPOSITORY / ".cache" / "neutral"
+PREFIXES = 12
+PREFIX_TOKENS = 1024
+"""All prefixes together are 12,288 tokens, and the engine's own cache holds 10,000."""
+SUFFIX_TOKENS = 128
+ANSWER_TOKENS = 16
+PROMPTS = 48
+AT_ONCE = 2
+TRACE_HASH_TOKENS = 512
+BENCH_SECONDS = 1800
+BENCH_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
+"""It makes a trace's prompts from Python's hashes: with this they are the same for both systems."""
+
+
+class NeutralError(Exception):
+    """The other load generator failed. The message is a sentence and the end of its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured, and where the results go."""
+
+    to: Path
+    trace: Path | None
+    prompts: int
+
+    def workloads(self) -> dict[str, list[str]]:
+        """Return options of `vllm bench serve` by name of the workload."""
+        found = {
+            "prefix_repetition": [
+                "--dataset-name", "prefix_repetition",
+                "--prefix-repetition-num-prefixes", str(PREFIXES),
+                "--prefix-repetition-prefix-len", str(PREFIX_TOKENS),
+                "--prefix-repetition-suffix-len", str(SUFFIX_TOKENS),
+                "--prefix-repetition-output-len", str(ANSWER_TOKENS),
+                "--max-concurrency", str(AT_ONCE),
+            ]
+        }  # fmt: skip
+        if self.trace is not None:
+            found["timed_trace"] = [
+                "--dataset-name", "timed_trace",
+                "--dataset-path", str(self.trace),
+                "--timed-trace-chunk-hash-size", str(TRACE_HASH_TOKENS),
+                "--timed-trace-sec-multiplier", "0.001",
+            ]  # fmt: skip
+        return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure both systems; return 1 with a sentence if one of them can't be."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.neutral", description=__doc__)
+    parser.add_argument("--to", type=Path, default=DEFAULT_TO, help="folder of the results")
+    parser.add_argument("--trace", type=Path, help="file of timed requests")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="how many are sent")
+    given = parser.parse_args(arguments)
+    options = Options(given.to, given.trace, given.prompts)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        measure(options)
+    except (NeutralError, StackError, ModelError) as error:
+        print(f"neutral: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("neutral: stopped; nothing runs on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def measure(options: Options) -> None:
+    """Ask kvtier and vLLM alone, one after the other, and show their TTFTs."""
+    options.to.mkdir(parents=True, exist_ok=True)
+    setup = Setup(model.prepare(model.DEFAULT_FOLDER), Tiers.HOST)
+    rows: dict[str, list[Row]] = {each: [] for each in options.workloads()}
+    for name, start in (("kvtier", _kvtier), ("vllm", _vllm)):
+        with tempfile.TemporaryDirectory(prefix="kvtier-neutral-") as work:
+            part = start(Path(work), setup)
+            try:
+                part.wait()
+                for workload, what in options.workloads().items():
+                    times = _bench(part, setup.model, options, f"{workload}-{name}", what)
+                    rows[workload].append(Row(f"TTFT {name}", times, "ms", 1e3))
+            finally:
+                part.stop()
+    for workload, found in rows.items():
+        show(f"vllm bench serve, {workload}", found)
+    print(f"neutral: results are in {options.to}", file=sys.stderr)
+
+
+def _kvtier(work: Path, setup: Setup) -> Part:
+    up = ["--socket", str(work / "kvtier.sock"), "--capacity", f"{setup.host_mib}MiB"]
+    return start_up(work, up, [str(setup.model), *engine_options(setup)], "kvtier")
+
+
+def _vllm(work: Path, setup: Setup) -> Part:
+    return start_vllm(work, ["--model", str(setup.model), *engine_options(setup)], "vllm", {})
+
+
+def _bench(
+    part: Part, folder: Path, options: Options, name: str, what: Sequence[str]
+) -> list[float]:
+    """Run `vllm bench serve`, which writes NAME.json; return its TTFTs. Raises NeutralError."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+    command += ["--base-url", part.url, "--model", MODEL_NAME, "--tokenizer", str(folder)]
+    command += ["--num-prompts", str(options.prompts), "--seed", "1", "--ignore-eos"]
+    command += ["--save-result", "--save-detailed", "--disable-tqdm"]
+    command += ["--result-dir", str(options.to), "--result-filename", f"{name}.json", *what]
+    try:
+        subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=BENCH_SECONDS,
+            env=os.environ | BENCH_ENVIRONMENT,
+        )
+        result = json.loads((options.to / f"{name}.json").read_text())
+    except subprocess.TimeoutExpired:
+        raise NeutralError(f"{name} was not over in {BENCH_SECONDS} s.") from None
+    except subprocess.CalledProcessError as error:
+        raise NeutralError(f"vllm bench serve failed.\n{error.stderr[-2000:]}") from None
+    if result["failed"]:
+        raise NeutralError(f"{result['failed']} requests of {name} failed: see {options.to}.")
+    return [float(each) for each in result["ttfts"]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
