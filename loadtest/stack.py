@@ -153,12 +153,14 @@ def start_vllm(
     name: str,
     environment: Mapping[str, str],
     python: str = sys.executable,
+    port: int | None = None,
 ) -> Part:
     """Start vLLM's OpenAI server by itself, with its log in `folder`. Returns at once.
 
-    `python` is the interpreter of the environment that it is to run in.
+    `python` is the interpreter of the environment that it is to run in; without a port a free one
+    is taken.
     """
-    port = free_port(LOOPBACK)
+    port = port or free_port(LOOPBACK)
     command = ["-m", "vllm.entrypoints.openai.api_server", "--host", LOOPBACK]
     command += ["--port", str(port), "--enable-prompt-tokens-details", *engine]
     log = folder / f"{name}.log"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ..rig import ENVIRONMENT, Engine, counter
 from ..stack import CPU_ENGINE_OPTIONS, Part, Redis, start_redis, start_vllm
@@ -47,8 +49,13 @@ class Peer:
 
     @property
     def url(self) -> str:
-        """Where the first engine answers; it changes with a restart."""
+        """Where the first engine answers, after a restart too."""
         return self.engine.url
+
+    @property
+    def redis(self) -> Redis | None:
+        """What its hosts share, if they do."""
+        return self._redis
 
     @property
     def host(self) -> Host:
@@ -105,10 +112,11 @@ class Peer:
             host.empty_memory()
             leave_page_cache(host.place.blocks)
 
-    def restart_engine(self) -> None:
-        """End the first engine's process, and start another one in its place."""
-        self.engine.stop()
-        self._start_engine(self.host, 0)
+    def restart_engine(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End the first engine's process by a signal, and start another one at its address."""
+        port = urlsplit(self.url).port
+        self.engine.stop(number)
+        self._start_engine(self.host, 0, port)
 
     def restart_server(self) -> None:
         """End the first host's server, if it has one, and start another one in its place."""
@@ -159,11 +167,12 @@ class Peer:
         host.start()
         return host
 
-    def _start_engine(self, host: Host, number: int) -> Part:
+    def _start_engine(self, host: Host, number: int, port: int | None = None) -> Part:
         model = ["--model", str(self.setup.model)]
         options = [*model, *engine_options(self.setup), *host.engine_options()]
         environment = {**ENVIRONMENT, **host.environment}
-        part = start_vllm(self._folder, options, f"engine{number}", environment, host.python)
+        name = f"engine{number}"
+        part = start_vllm(self._folder, options, name, environment, host.python, port)
         self._engines[number : number + 1] = [part]
         part.wait()
         _warm(part)
