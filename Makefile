@@ -5,6 +5,7 @@
 #   make venv-lmcache  LMCache beside vLLM, to compare with and to serve
 #   make model       the demo's model                 make demo     a real model, cold and warm
 #   make figures     all measured figures             make figure NAME=demo_l1_gain
+#   make loadtest    beside LMCache and vLLM alone    make loadtest-full TRACES='FILE ...'
 #   make neutral     kvtier and vLLM, asked by `vllm bench serve`
 #
 # TORCH_INDEX: URL of an index with torch's CPU builds, where pip can't find them by itself.
@@ -19,7 +20,8 @@ LMCACHE := .venv-lmcache
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 
 .DELETE_ON_ERROR:
-.PHONY: venv venv-vllm venv-lmcache system system-test check test demo model figure figures neutral
+.PHONY: venv venv-vllm venv-lmcache system system-test check test demo model figure figures
+.PHONY: loadtest loadtest-full neutral
 
 venv: $(VENV)/.stamp-dev
 venv-vllm: $(VENV)/.stamp-vllm
@@ -70,6 +72,10 @@ check: venv
 
 test: system system-test venv-vllm check
 	$(BIN)/pytest -m "vllm or slow"
+
+# About ten minutes on two cores, and some hours.
+loadtest loadtest-full: system venv-lmcache
+	$(BIN)/python -m loadtest.campaign $(if $(filter %-full,$@),--full $(TRACES))
 
 demo: system venv-vllm
 	$(BIN)/python -m loadtest.demo
