@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import socket
 import statistics
 import subprocess
@@ -22,16 +21,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier import protocol as wire
-from kvtier.client import Client, ClientOptions
-from kvtier.core import PAGE_BYTES, Manifest, Role
+from kvtier.client import Client
 
+from .engines import connect
 from .stack import start_server
 
 BLOCKS = 640
 RUNS = 3
 ROUNDS = 400
 WARM_UP = 40
-DEADLINE_SECONDS = 5.0
 CAPACITY = "64MiB"
 
 ECHO = """
@@ -48,21 +46,6 @@ with socket.socket(fileno=int(sys.argv[1])) as sock:
         sock.sendall(data)
 """
 
-MANIFEST = Manifest(
-    model="loadtest",
-    weights="none",
-    quantization="None",
-    dtype="float32",
-    kv_dtype="auto",
-    block_tokens=16,
-    layers=1,
-    layout="flat",
-    shard_bytes=PAGE_BYTES,
-    shards=1,
-    hash_algorithm="sha256_cbor",
-    hash_seed="0",
-)
-
 
 def measure() -> list[float]:
     """Return the median lookup ÷ the median echo, once a run. Starts and ends its own processes."""
@@ -70,21 +53,10 @@ def measure() -> list[float]:
         server = start_server(Path(folder), "--capacity", CAPACITY)
         try:
             server.wait()
-            assert server.socket is not None, "a server has a socket"
-            with _connected(server.socket) as client:
+            with contextlib.closing(connect(server.socket, "loadtest")) as client:
                 return [_run(client, run) for run in range(RUNS)]
         finally:
             server.stop()
-
-
-@contextlib.contextmanager
-def _connected(path: Path) -> Iterator[Client]:
-    hello = wire.Hello(wire.PROTOCOL_VERSION, Role.SCHEDULER, "loadtest", 0, MANIFEST)
-    options = ClientOptions(path, deadline=DEADLINE_SECONDS)
-    client = Client(options, hello, logging.getLogger("loadtest"))
-    client.start()
-    yield client
-    client.close()
 
 
 def _run(client: Client, run: int) -> float:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import logging
 import random
 import signal
 import sys
@@ -27,12 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier import protocol as wire
-from kvtier.client import Client, ClientOptions
 from kvtier.codec import HEADER_PAGE_BYTES
-from kvtier.core import Manifest, Role
+from kvtier.core import Manifest
 
 from .disk_speed import fill
-from .lookup import MANIFEST
+from .engines import MANIFEST, connect, unanswered
 from .redis_speed import redis_server
 from .report import Row, show
 from .rig import RigError, counter
@@ -49,7 +47,6 @@ PIECE_SECONDS = 0.6
 ROUND_SECONDS = 0.005
 SECONDS = 100.0
 FILES_BEFORE = 20_000
-CONNECT_SECONDS = 30.0
 PROMOTED_AT_LEAST = 500
 LAG_METRIC = "kvtier_loop_lag_seconds"
 HOLD_METRIC = "kvtier_loop_hold_seconds"
@@ -74,11 +71,10 @@ def measure() -> list[float]:
         settings.write_text(SETTINGS.format(disk=folder / "blocks", redis=redis.url("unix")))
         server = start_server(folder, "--config", str(settings))
         ends.callback(server.stop)
-        engines = [_Engine(server, number) for number in range(ENGINES)]
-        for engine in engines:
-            ends.callback(engine.client.close)
-        _wait_connected(server, engines)
         try:
+            engines = [_Engine(server, number) for number in range(ENGINES)]
+            for engine in engines:
+                ends.callback(engine.client.close)
             _run(engines)
         except RigError as error:
             raise RigError(f"{error}\n{server.tail()}") from None
@@ -108,12 +104,7 @@ class _Engine:
         self.seconds: list[float] = []
         """What lookups took, those that waited among them."""
         manifest = _manifest(BLOCK_BYTES[number % len(BLOCK_BYTES)])
-        name = f"lag-{number}"
-        hello = wire.Hello(wire.PROTOCOL_VERSION, Role.SCHEDULER, name, 0, manifest)
-        assert server.socket is not None, "a server has a socket"
-        options = ClientOptions(server.socket, deadline=5.0)
-        self.client = Client(options, hello, logging.getLogger("loadtest"))
-        self.client.start()
+        self.client = connect(server.socket, f"lag-{number}", manifest)
         self._random = random.Random(number)
         self._chains: list[_Chain] = []
         self._next_piece = 0.0
@@ -139,7 +130,7 @@ class _Engine:
         need = min(PIECE_BLOCKS, CHAIN_BLOCKS - chain.stored)
         granted = self.client.step(wire.Step(0, need=need, above=above))
         if granted is None:
-            raise RigError(f"a step was not answered: {dict(self.client.failures)}.")
+            raise unanswered(self.client, "a step")
         keys = chain.keys[chain.stored : chain.stored + len(granted.slots)]
         parent = chain.keys[chain.stored - 1] if chain.stored else b""
         chain.stored += len(keys)
@@ -150,7 +141,7 @@ class _Engine:
         self._began = time.monotonic()
         found = self.client.lookup(b"".join(chain.keys), 0)
         if found is None:
-            raise RigError(f"a lookup was not answered: {dict(self.client.failures)}.")
+            raise unanswered(self.client, "a lookup")
         if found.within:
             self._waits = _Waits(found.seq, time.monotonic() + found.within + 1.0)
         else:
@@ -207,15 +198,6 @@ def _buckets(server: Part, metric: str) -> list[tuple[float, float]]:
             labels, count = line.rsplit(" ", 1)
             found[float(labels.split('le="')[1].split('"')[0])] += int(float(count))
     return sorted(found.items())
-
-
-def _wait_connected(server: Part, engines: list[_Engine]) -> None:
-    end = time.monotonic() + CONNECT_SECONDS
-    for engine in engines:
-        while engine.client.meet() is None:
-            if time.monotonic() > end:
-                raise RigError(f"an engine was not connected.\n{server.tail()}")
-            time.sleep(0.01)
 
 
 def _manifest(block_bytes: int) -> Manifest:

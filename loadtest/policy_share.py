@@ -12,8 +12,6 @@ conversations have 12,000), and do not all fit, so that each block that comes le
 from __future__ import annotations
 
 import json
-import logging
-import random
 import signal
 import subprocess
 import sys
@@ -24,13 +22,11 @@ from pathlib import Path
 from types import FrameType
 
 from kvtier import policies
-from kvtier import protocol as wire
-from kvtier.client import Client, ClientOptions
 from kvtier.config import load_settings
-from kvtier.core import PAGE_BYTES, Role
+from kvtier.core import PAGE_BYTES
 from kvtier.serve import serve
 
-from .lookup import MANIFEST
+from .engines import Chats, connect, serve_prompt
 from .report import Row, show
 from .rig import RigError
 
@@ -41,6 +37,7 @@ CAPACITY = 100_000
 CHATS = 80
 TURN_BLOCKS = 64
 TURNS = 12
+SKEW = 8.0
 START_SECONDS = 30.0
 SAMPLE_SECONDS = 0.004
 PARTS = ("policy", "hierarchy", "directory", "eviction", "dataplane", "protocol", "host", "other")
@@ -157,42 +154,16 @@ def run_server(path: str, policy: str) -> None:
 
 def run_engine(path: str, number: int) -> None:
     """Ask and store for a while; then print how many blocks that were."""
-    hello = wire.Hello(wire.PROTOCOL_VERSION, Role.SCHEDULER, f"share-{number}", 0, MANIFEST)
-    client = Client(ClientOptions(Path(path), deadline=5.0), hello, logging.getLogger("loadtest"))
-    client.start()
-    end = time.monotonic() + START_SECONDS
-    while client.meet() is None:
-        assert time.monotonic() < end, "the server takes connections"
-        time.sleep(0.01)
-    made = random.Random(number)
-    chats: dict[int, list[bytes]] = {}
+    client = connect(Path(path), f"share-{number}")
+    chats = Chats(number, CHATS, TURNS, TURN_BLOCKS, SKEW)
     asked = stored = 0
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        chat = min(int(made.expovariate(8 / CHATS)), CHATS - 1)
-        keys = chats.setdefault(chat, [])
-        if len(keys) >= TURNS * TURN_BLOCKS:
-            keys.clear()
-        keys += [made.randbytes(32) for _ in range(TURN_BLOCKS)]
+        keys = chats.prompt()
         asked += len(keys)
-        stored += _request(client, keys)
+        stored += serve_prompt(client, keys).stored
     client.close()
     print(json.dumps({"asked": asked, "stored": stored}))
-
-
-def _request(client: Client, keys: list[bytes]) -> int:
-    """Ask for a prompt's blocks, and store those that are missing. Returns how many these were."""
-    found = client.lookup(b"".join(keys), 0)
-    assert found is not None, dict(client.failures)
-    hits = len(found.slots)
-    new = keys[hits:]
-    above = [b"".join(keys[:hits])] if hits else []
-    granted = client.step(wire.Step(0, need=len(new), above=above))
-    assert granted is not None, dict(client.failures)
-    new = new[: len(granted.slots)]
-    chain = wire.Chain(keys[hits - 1] if hits else b"", b"".join(new), granted.slots)
-    client.send_step(wire.Step(0, commits=[chain], releases=[found.seq]))
-    return len(new)
 
 
 if __name__ == "__main__":

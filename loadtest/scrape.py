@@ -20,7 +20,7 @@ from kvtier.readings import Readings
 from kvtier.tiers import host
 from kvtier.tiers.slab import Slab
 
-from .lookup import MANIFEST
+from .engines import MANIFEST
 from .report import Row, show
 
 BLOCKS = (1_000, 1_000_000)

@@ -10,19 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import random
 import sys
 import tempfile
 import time
 import urllib.request
 from pathlib import Path
 
-from kvtier import protocol as wire
-from kvtier.client import Client, ClientOptions
-from kvtier.core import Role
-
-from .lookup import MANIFEST
+from .engines import Chats, connect, serve_prompt
 from .report import Row, show
 from .rig import RigError
 from .stack import Part, start_server
@@ -31,57 +25,25 @@ CAPACITY = "8MiB"
 REQUESTS = 1000
 WARM = 4000
 OTHERS = ("lru", "arc", "slru", "mq", "s3fifo")
-CHATS, TURNS, TURN_BLOCKS = 120, 12, 6
-CONNECT_SECONDS = 30.0
+CHATS, TURNS, TURN_BLOCKS, SKEW = 120, 12, 6, 6.0
+CHANGE_SECONDS = 30.0
 
 
 class Engine:
     """Asks for chats that grow, hot ones more often, and stores what is missing."""
 
     def __init__(self, server: Part) -> None:
-        hello = wire.Hello(wire.PROTOCOL_VERSION, Role.SCHEDULER, "swap", 0, MANIFEST)
-        assert server.socket is not None, "a server has a socket"
-        options = ClientOptions(server.socket, deadline=5.0)
-        self.client = Client(options, hello, logging.getLogger("loadtest"))
-        self.client.start()
-        self._random = random.Random(3)
-        self._chats: dict[int, list[bytes]] = {}
-        end = time.monotonic() + CONNECT_SECONDS
-        while self.client.meet() is None:
-            if time.monotonic() > end:
-                raise RigError("the engine was not connected")
-            time.sleep(0.01)
+        self.client = connect(server.socket, "swap")
+        self._chats = Chats(3, CHATS, TURNS, TURN_BLOCKS, SKEW)
 
     def hit_ratio(self, requests: int) -> float:
         """Return the share of blocks that were there, over so many requests. Raises RigError."""
         asked = hits = 0
         for _ in range(requests):
-            keys = self._prompt()
+            keys = self._chats.prompt()
             asked += len(keys)
-            hits += self._request(keys)
+            hits += serve_prompt(self.client, keys).hits
         return hits / asked
-
-    def _prompt(self) -> list[bytes]:
-        chat = min(int(self._random.expovariate(6 / CHATS)), CHATS - 1)
-        keys = self._chats.setdefault(chat, [])
-        if len(keys) >= TURNS * TURN_BLOCKS:
-            keys.clear()
-        keys += [self._random.randbytes(32) for _ in range(TURN_BLOCKS)]
-        return list(keys)
-
-    def _request(self, keys: list[bytes]) -> int:
-        found = self.client.lookup(b"".join(keys), 0)
-        if found is None:
-            raise RigError(f"a lookup was not answered: {dict(self.client.failures)}")
-        hits = len(found.slots)
-        above = [b"".join(keys[:hits])] if hits else []
-        granted = self.client.step(wire.Step(0, need=len(keys) - hits, above=above))
-        if granted is None:
-            raise RigError(f"a step was not answered: {dict(self.client.failures)}")
-        new = keys[hits : hits + len(granted.slots)]
-        chain = wire.Chain(keys[hits - 1] if hits else b"", b"".join(new), granted.slots)
-        self.client.send_step(wire.Step(0, commits=[chain], releases=[found.seq]))
-        return hits
 
 
 def measure() -> list[float]:
@@ -120,7 +82,7 @@ def _change(server: Part, policy: str) -> None:
     request = urllib.request.Request(url, body, headers, method="PATCH")
     with urllib.request.urlopen(request, timeout=30) as answer:
         answer.read()
-    end = time.monotonic() + CONNECT_SECONDS
+    end = time.monotonic() + CHANGE_SECONDS
     while json.loads(server.get("/v1/tiers/host"))["policy"] != policy:
         if time.monotonic() > end:
             raise RigError(f"the policy did not become {policy}")
