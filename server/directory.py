@@ -24,15 +24,21 @@ class Block:
     not have been there at all: see `Namespace.anchors`.
     """
 
-    __slots__ = ("children", "key", "leases", "parent", "slot")
+    __slots__ = ("children", "key", "leases", "next", "parent", "slot")
 
     def __init__(self, key: BlockKey, parent: Block | None, slot: int) -> None:
         self.key = key
         self.parent = parent
         self.slot = slot
         self.leases = 0
+        self.next: Block | None = None
+        """The visible block that came last of those that continue this one, as far as is known."""
         self.children = 0
         """Visible blocks that continue this one, as far as they are counted here."""
+
+
+_NOWHERE = Block(b"", None, NO_SLOT)
+"""What the head of a chain follows."""
 
 
 class Namespace:
@@ -71,12 +77,19 @@ class Namespace:
         self.changes = ChangeLog(self._pieces)
 
     def prefix(self, keys: Sequence[BlockKey], start: int) -> list[Block]:
-        """Return the blocks of the longest contiguous run of `keys` from `start` on."""
+        """Return the blocks of the longest contiguous run of `keys` from `start` on.
+
+        What was stored one after the other lies near each other in memory, and is found through the
+        block before it: among a million blocks the index would cost a cache miss for each.
+        """
         found: list[Block] = []
         append, blocks = found.append, self.blocks
+        block = _NOWHERE
         try:
             for key in islice(keys, start, None):
-                append(blocks[key])
+                after = block.next
+                block = after if after is not None and after.key == key else blocks[key]
+                append(block)
         except KeyError:
             pass
         return found
@@ -90,6 +103,8 @@ class Namespace:
                 above = self.anchors[parent] = Block(parent, None, NO_SLOT)
             above.children += 1
         block = self.blocks[key] = Block(key, above, slot)
+        if above is not None:
+            above.next = block
         self._place(slot, block)
         if self.changes.watchers:
             self.changes.note(key, parent)
@@ -104,6 +119,8 @@ class Namespace:
         self.uses.pop(block.key, None)
         if (above := block.parent) is not None:
             above.children -= 1
+            if above.next is block:
+                above.next = None
             if not above.children and self.anchors.get(above.key) is above:
                 del self.anchors[above.key]
         if self.changes.watchers:

@@ -42,6 +42,9 @@ def _check_children(space: Namespace) -> None:
     children = Counter(block.parent for block in space.blocks.values())
     for block in [*space.blocks.values(), *space.anchors.values()]:
         assert block.children == children.pop(block, 0), "children are those that are visible"
+        if (after := block.next) is not None:
+            assert space.blocks.get(after.key) is after, "what comes next is visible"
+            assert after.parent is block, "and continues this one"
     assert not children.keys() - {None}, "a parent is visible or an anchor"
     assert all(anchor.children for anchor in space.anchors.values()), "an anchor has children"
 

@@ -225,6 +225,32 @@ def test_children_are_counted_in_one_place_however_often_their_parent_comes_and_
     cache.host.close()
 
 
+def test_a_prefix_is_found_on_each_branch_whichever_was_stored_or_dropped_last():
+    cache = hierarchy(32)
+    session = cache.open_session(Role.SCHEDULER, "e", 0, 1, manifest())
+    trunk = chain("trunk", 3)
+    branches = [chain("one", 3), chain("other", 3)]
+
+    def found(branch):
+        return [block.key for block in session.space.prefix([*trunk, *branch], 0)]
+
+    cache.commit(session, b"", trunk, cache.reserve(session, 3, 0))
+    for branch in branches * 2:
+        cache.commit(session, trunk[-1], branch, cache.reserve(session, 3, 0))
+    for branch in branches:
+        assert found(branch) == [*trunk, *branch]
+    for dropped, kept in (branches, branches[::-1]):
+        cache.lookup(session, 1, [*trunk, dropped[0]], 3)
+        cache.unreadable(session, [session.space.blocks[dropped[0]].slot])
+        cache.release(session, 1)
+        assert found(dropped) == trunk
+        assert found(kept) == [*trunk, *kept]
+        cache.commit(session, trunk[-1], dropped[:1], cache.reserve(session, 1, 0))
+        assert found(dropped) == [*trunk, *dropped]
+        check_integrity(cache)
+    cache.host.close()
+
+
 def test_a_lookup_is_a_use_before_anything_is_evicted():
     cache = hierarchy(16)
     session = cache.open_session(Role.SCHEDULER, "e", 0, 1, manifest())
