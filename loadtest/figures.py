@@ -258,6 +258,20 @@ def lmcache_cold_ttft_ratio() -> list[float]:
     return peer_ttft.cold().ratios(peer_ttft.DEFAULT)
 
 
+def directory_scale_ratio() -> list[float]:
+    """Return the time of a lookup with a million blocks ÷ with a thousand, pair by pair."""
+    from .dataplane import ratios
+
+    return ratios.directory_scale()
+
+
+def engine_scale_ratio() -> list[float]:
+    """Return the requests a second of 16 engines ÷ of one, run by run."""
+    from .dataplane import ratios
+
+    return ratios.engine_scale()
+
+
 FIGURES = {
     "demo_l1_gain": Figure("cold TTFT ÷ L1 TTFT in the demo", 5.0, None, demo_l1_gain),
     "host_budget_ratio": Figure(
@@ -392,6 +406,20 @@ FIGURES = {
     ),
     "lmcache_cold_ttft_ratio": Figure(
         "TTFT of new prompts ÷ LMCache's", None, 1.0, lmcache_cold_ttft_ratio, Judged.MEDIAN
+    ),
+    "directory_scale_ratio": Figure(
+        "a lookup of 640 blocks with a million blocks there ÷ with a thousand",
+        None,
+        1.3,
+        directory_scale_ratio,
+        Judged.MEDIAN,
+    ),
+    "engine_scale_ratio": Figure(
+        "lookups a second of 16 engines that pause 5 ms ÷ of one",
+        3.0,
+        None,
+        engine_scale_ratio,
+        Judged.MEDIAN,
     ),
 }
 
