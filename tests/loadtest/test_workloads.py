@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,14 @@ def test_its_own_sizes_fit_the_model_and_use_it(name, model_tokens):
     longest = max(len(each.prompt) + each.output_tokens for each in workload.requests)
     assert workload.longest == longest <= model_tokens
     assert longest > 0.2 * model_tokens
+
+
+def test_the_reference_has_exactly_the_workloads_with_what_they_say_of_themselves():
+    page = (Path(__file__).resolve().parents[2] / "docs/operations.md").read_text("utf-8")
+    rows = page.split("<!-- workloads -->")[1].split("<!-- /workloads -->")[0].splitlines()[3:]
+    told = [tuple(cell.strip(" `") for cell in row.split("|")[1:3]) for row in rows]
+    assert told[:-1] == [(name, kind.about) for name, kind in WORKLOADS.items()]
+    assert told[-1][0] == "replay"
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
