@@ -26,6 +26,7 @@ from .traces import Window, replay
 from .workloads import WORKLOADS, arriving, build
 
 REPLAY = "replay"
+SHARE = "conversations"
 MODEL_TOKENS = 4096
 SEED = 1
 
@@ -85,13 +86,14 @@ def _timed(options: argparse.Namespace, workload: Workload) -> Workload:
 
 
 def _window(sizes: dict[str, Parameter]) -> Window:
+    whole = {name: value for name, value in sizes.items() if isinstance(value, int)}
+    share = sizes.get(SHARE, 1.0)
     known = Window.__dataclass_fields__
-    chosen: dict[str, int] = {}
-    for name, value in sizes.items():
-        if name not in known or not isinstance(value, int):
-            raise TrafficError(f"A replay has the sizes {', '.join(known)}, and no {name}={value}.")
-        chosen[name] = value
-    return Window(**chosen)
+    for name in sizes:
+        if name not in known or (name not in whole and name != SHARE):
+            raise TrafficError(f"A replay has the sizes {', '.join(known)}, and no {name} like it.")
+    whole.pop(SHARE, None)
+    return Window(**whole, conversations=float(share))
 
 
 def _writer(options: argparse.Namespace) -> Writer:

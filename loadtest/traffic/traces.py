@@ -2,12 +2,16 @@
 
 A trace has no tokens. Each of its blocks becomes a piece of its own of `block` tokens, so that
 equal prefixes are equal prompts; with fewer tokens than the trace's blocks have, long prompts fit a
-small model. What is longer than the model loses its end.
+small model. What is longer than the model loses its end. A few minutes of a trace repeat little of
+what was said before; with only some of its conversations, but these as a whole, as many requests
+repeat as much as the whole trace does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import random
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +22,9 @@ from kvtier.replay.trace import TraceError
 from .requests import Request, TrafficError, Workload
 from .texts import Writer
 
+COMMON_SHARE = 0.05
+"""A block that more of all requests begin with is no conversation's own: a system prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -26,6 +33,8 @@ class Window:
     requests: int = 100
     first: int = 0
     """Requests that are passed over before them."""
+    conversations: float = 1.0
+    """Share of the trace's conversations that are kept; the others are left out as a whole."""
     block: int = 64
     """Tokens that stand for one of the trace's blocks."""
     output: int = 16
@@ -39,26 +48,45 @@ def replay(writer: Writer, file: Path, model_tokens: int, window: Window) -> Wor
     """
     if min(window.requests, window.block, window.output) < 1 or window.first < 0:
         raise TrafficError("A window has requests, blocks and answers of 1 at least.")
+    if not 0 < window.conversations <= 1:
+        raise TrafficError(f"{window.conversations:g} is no share of conversations: it is 0 to 1.")
     try:
-        parsed = list(islice(read_requests(file), window.first, window.first + window.requests))
+        lines = list(read_requests(file))
     except TraceError as error:
         raise TrafficError(str(error)) from None
-    if not parsed:
+    kept = islice(_kept(lines, writer.seed, window), window.first, window.first + window.requests)
+    chosen = list(kept)
+    if not chosen:
         raise TrafficError(f"{file} has no request after the first {window.first}.")
     name = file.name.partition(".")[0]
-    about = f"What {name} asked, requests {window.first} to {window.first + len(parsed)}, scaled."
-    requests = tuple(_requests(writer, parsed, model_tokens, window))
+    about = f"What {name} asked, {len(chosen)} requests after the first {window.first}, scaled."
+    requests = tuple(_requests(writer, chosen, model_tokens, window))
     parameters = {"trace": file.name, **asdict(window)}
     made = Workload(f"replay {name}", about, writer.seed, requests, parameters)
     return made.check(model_tokens)
 
 
+def _kept(lines: Sequence[Parsed], seed: int, window: Window) -> Iterator[tuple[int, Parsed]]:
+    """Yield the requests of the conversations that are kept, with their numbers in the trace.
+
+    Requests of one conversation have the first block that is no common beginning.
+    """
+    uses = Counter(block for each in lines for block in _complete(each))
+    common = COMMON_SHARE * len(lines)
+    for number, each in enumerate(lines):
+        own = [block for block in _complete(each) if uses[block] <= common]
+        conversation = each.session if each.session is not None else (own or [f"alone {number}"])[0]
+        drawn = random.Random(f"{seed}/{conversation}").random()
+        if drawn < window.conversations:
+            yield number, each
+
+
 def _requests(
-    writer: Writer, parsed: list[Parsed], model_tokens: int, window: Window
+    writer: Writer, chosen: Sequence[tuple[int, Parsed]], model_tokens: int, window: Window
 ) -> Iterator[Request]:
-    began = parsed[0].seconds
+    began = chosen[0][1].seconds
     latest: dict[Hashable, str] = {}
-    for number, each in enumerate(parsed, window.first):
+    for number, each in chosen:
         output = _output(each, window)
         name = f"request {number}"
         prompt = _prompt(writer, name, each, window.block)[: model_tokens - output]
@@ -70,10 +98,15 @@ def _requests(
 
 def _prompt(writer: Writer, name: str, parsed: Parsed, block: int) -> tuple[int, ...]:
     """Return the blocks of a request, and a rest of its own."""
-    complete, rest = divmod(parsed.tokens, parsed.block_tokens)
-    pieces = [writer.write(f"block {each}", block) for each in parsed.blocks[:complete]]
+    rest = parsed.tokens % parsed.block_tokens
+    pieces = [writer.write(f"block {each}", block) for each in _complete(parsed)]
     pieces.append(writer.write(f"rest of {name}", max(rest * block // parsed.block_tokens, 1)))
     return tuple(token for piece in pieces for token in piece)
+
+
+def _complete(parsed: Parsed) -> Sequence[Hashable]:
+    complete: Sequence[Hashable] = parsed.blocks[: parsed.tokens // parsed.block_tokens]
+    return complete
 
 
 def _output(parsed: Parsed, window: Window) -> int:

@@ -68,7 +68,7 @@ def test_a_server_that_is_not_there_is_one_sentence(tmp_path, capsys):
         (("--workload", "chat", "--rate", "2"), "use --arrivals"),
         (("--workload", "chat", "--arrivals", "0"), "nothing arrives"),
         (("--workload", "replay"), "add --trace"),
-        (("--workload", "replay", "--trace", "x", "--size", "n=1"), "no n=1"),
+        (("--workload", "replay", "--trace", "x", "--size", "n=1"), "no n like it"),
         (("--workload", "replay", "--trace", "/nowhere"), "does not exist"),
     ],
 )

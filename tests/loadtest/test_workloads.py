@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -213,9 +214,32 @@ def test_answers_of_a_replay_are_scaled_as_its_prompts(trace):
     assert replay(SeededWriter(1), trace, 1024, window).requests[0].output_tokens == 64
 
 
+def test_conversations_are_kept_or_left_out_as_a_whole(tmp_path):
+    turns = [
+        line(n, 512 * (turn + 2), [0, *(100 * talk + each for each in range(1, turn + 2))])
+        for n, (turn, talk) in enumerate(product(range(3), range(1, 41)))
+    ]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in turns))
+    window = Window(requests=1000, conversations=0.3)
+    kept = replay(SeededWriter(1), file, 1024, window)
+    talks = {request.prompt[64:128] for request in kept.requests}
+    assert 4 < len(talks) < 20
+    assert len(kept.requests) == 3 * len(talks)
+    whole = replay(SeededWriter(1), file, 1024, Window(requests=1000))
+    prompts = {(request.name, request.prompt) for request in whole.requests}
+    assert {(request.name, request.prompt) for request in kept.requests} < prompts
+    share = whole.facts(64).reusable_share
+    assert kept.facts(64).reusable_share == pytest.approx(share, abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("window", "said"),
-    [(Window(first=5), "no request after the first 5"), (Window(block=0), "1 at least")],
+    [
+        (Window(conversations=0), "0 is no share"),
+        (Window(first=5), "no request after the first 5"),
+        (Window(block=0), "1 at least"),
+    ],
 )
 def test_a_window_without_requests_is_refused(trace, window, said):
     with pytest.raises(TrafficError, match=said):
