@@ -69,7 +69,7 @@ def replay(writer: Writer, file: Path, model_tokens: int, window: Window) -> Wor
 def _kept(lines: Sequence[Parsed], seed: int, window: Window) -> Iterator[tuple[int, Parsed]]:
     """Yield the requests of the conversations that are kept, with their numbers in the trace.
 
-    Requests of one conversation have the first block that is no common beginning.
+    Requests are of one conversation if the first block that few others begin with is the same.
     """
     uses = Counter(block for each in lines for block in _complete(each))
     common = COMMON_SHARE * len(lines)
