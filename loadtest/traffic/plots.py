@@ -7,6 +7,7 @@ colour-blind people tell apart too.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png")
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#555555")
 DASHES = ("-", "--", "-.", ":")
 BAR = 0.7
 COMPUTED = "computed"
@@ -46,6 +47,9 @@ SOURCE_NAMES = {
 }
 COLUMNS = 3
 LEGEND_COLUMNS = 4
+TITLE_CHARACTERS = 44
+BARS_AT_LEAST = 3
+"""That a panel has room for: fewer are no thicker."""
 REUSABLE = "reusable at most"
 PANEL_INCHES = (4.2, 3.1)
 DOTS_AN_INCH = 120
@@ -83,7 +87,7 @@ def ttft(runs: Sequence[Labelled]) -> Figure:
                     where="post",
                     label=system,
                     color=COLOURS[number % len(COLOURS)],
-                    linestyle=DASHES[number % len(DASHES)],
+                    linestyle=DASHES[(number + number // len(COLOURS)) % len(DASHES)],
                     linewidth=1.8,
                 )
         _seconds_axis(axes)
@@ -160,7 +164,9 @@ def _panels(runs: Sequence[Labelled], title: str) -> tuple[Figure, list[Axes]]:
     figure.suptitle(title, fontweight="bold")
     panels = [figure.add_subplot(rows, columns, number + 1) for number in range(len(names))]
     for axes, name in zip(panels, names, strict=True):
-        axes.set_title(name)
+        axes.set_title(
+            textwrap.fill(name, TITLE_CHARACTERS, break_on_hyphens=False), fontsize="medium"
+        )
         axes.grid(visible=True, alpha=0.3)
         axes.set_axisbelow(True)
     return figure, panels
@@ -185,7 +191,7 @@ def _systems_in(runs: Sequence[Labelled], scenario: str) -> list[str]:
 def _name_bars(axes: Axes, names: Sequence[str]) -> None:
     """Name horizontal bars, the first one on top."""
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_ylim(max(len(names), BARS_AT_LEAST) - 0.5, -0.5)
 
 
 def _seconds_axis(axes: Axes) -> None:

@@ -75,7 +75,8 @@ class RunOptions:
     """File that each record is appended to as it comes; made anew."""
     limits: Limits = field(default_factory=Limits)
     metrics: Sequence[str] = ()
-    """URLs of the engines that count tokens, if they are not the one that is asked."""
+    """URLs whose /metrics tell where tokens came from, if it is not the one that is asked: those of
+    the engines, and that of a kvtier server, which knows its tiers apart."""
     done: Callable[[Record], None] = lambda _: None
     """Is told of each record."""
 
@@ -95,8 +96,8 @@ async def run(
     be sent at all: a URL that is none, no user.
     """
     _check(url, loop)
-    engines = options.metrics or [url]
-    before = await totals(engines)
+    counting = options.metrics or [url]
+    before = await totals(counting)
     wall, began = time.time(), time.perf_counter()
     client = Client(url, model, options.limits, began)
     records: list[Record] = []
@@ -123,7 +124,7 @@ async def run(
         began=wall,
         seconds=max(each.ended for each in records) - min(each.sent for each in records),
         records=records,
-        sources=sources_since(before, await totals(engines)),
+        sources=sources_since(before, await totals(counting)),
     )
 
 

@@ -1,7 +1,8 @@
 """Where prompt tokens came from, by vLLM's own counters: the same for every cache behind it.
 
 A cache that names its tiers to vLLM (`vllm:prompt_tokens_cached_by_source_total`) is split by them;
-of any other one it is known that the tokens came through its connector.
+of any other one it is known that the tokens came through its connector. Where a kvtier server's
+metrics are read beside the engine's, its own count splits what came through the connector further.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ PROMPT = "vllm:prompt_tokens_total"
 DEVICE = "vllm:prefix_cache_hits_total"
 CONNECTOR = "vllm:external_prefix_cache_hits_total"
 BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
+BY_TIER = "kvtier_tokens_hit_total"
 ENGINE_PREFIX = "kvtier_engine_"
 SCRAPE_SECONDS = 30.0
 
@@ -36,6 +38,8 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
     """From whatever is behind the engine's connector."""
     by_source: dict[str, int]
     """Cached tokens by what vLLM calls their source: device, host, disk, external, …"""
+    by_tier: dict[str, int]
+    """Tokens that each of a kvtier server's tiers served, by its own count; empty for others."""
     engine: dict[str, float]
     """What kvtier's connector counts in the engine, by metric; empty for others."""
 
@@ -47,11 +51,13 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tiers(self) -> dict[str, int]:
         """Cached tokens by tier, as far as vLLM was told."""
-        named = {name: tokens for name, tokens in self.by_source.items() if tokens}
-        if sum(named.values()) == self.device + self.connector:
-            return named
-        both = {"device": self.device, "connector": self.connector}
-        return {name: tokens for name, tokens in both.items() if tokens}
+        cached = {"device": self.device, "connector": self.connector}
+        below = {name: tokens for name, tokens in self.by_tier.items() if name != "device"}
+        if sum(below.values()) == self.connector:
+            cached = {"device": self.device, **below}
+        elif sum(self.by_source.values()) == self.device + self.connector:
+            cached = self.by_source
+        return {name: tokens for name, tokens in cached.items() if tokens}
 
 
 async def totals(urls: Sequence[str]) -> Totals | None:
@@ -96,16 +102,12 @@ def sources_since(before: Totals | None, after: Totals | None) -> Sources | None
         series: value - before.get(series, 0.0) if value >= before.get(series, 0.0) else value
         for series, value in after.items()
     }
-    by_source: dict[str, int] = {}
-    for (name, labels), value in grown.items():
-        if name == BY_SOURCE:
-            source = labels.partition('source="')[2].partition('"')[0]
-            by_source[source] = by_source.get(source, 0) + round(value)
     return Sources(
         prompt=_sum(grown, PROMPT),
         device=_sum(grown, DEVICE),
         connector=_sum(grown, CONNECTOR),
-        by_source=by_source,
+        by_source=_by(grown, BY_SOURCE, "source"),
+        by_tier=_by(grown, BY_TIER, "tier"),
         engine=_engine(grown),
     )
 
@@ -114,11 +116,23 @@ def _sum(grown: Totals, name: str) -> int:
     return round(sum(value for (each, _), value in grown.items() if each == name))
 
 
+def _by(grown: Totals, name: str, label: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for (each, labels), value in grown.items():
+        if each == name:
+            key = _label(labels, label)
+            found[key] = found.get(key, 0) + round(value)
+    return found
+
+
 def _engine(grown: Totals) -> dict[str, float]:
     found: dict[str, float] = {}
     for (name, labels), value in grown.items():
         if name.startswith(ENGINE_PREFIX) and name.endswith("_total"):
-            reason = labels.partition('reason="')[2].partition('"')[0]
-            key = f"{name} {reason}".strip()
+            key = f"{name} {_label(labels, 'reason')}".strip()
             found[key] = found.get(key, 0.0) + value
     return {name: value for name, value in sorted(found.items()) if value}
+
+
+def _label(labels: str, name: str) -> str:
+    return labels.partition(f'{name}="')[2].partition('"')[0]

@@ -24,6 +24,7 @@ SOURCES = Sources(
     device=64,
     connector=96,
     by_source={"device": 64, "host": 64, "disk": 32},
+    by_tier={},
     engine={"kvtier_engine_loaded_blocks_total": 3.0},
 )
 FAILED = Record(

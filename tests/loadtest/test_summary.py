@@ -127,6 +127,31 @@ def test_counters_are_added_up_over_engines_and_since_before():
     assert sources_since({}, before).prompt == 110
 
 
+SERVED = """kvtier_tokens_hit_total{tier="device"} 32.0
+kvtier_tokens_hit_total{tier="host"} 64.0
+kvtier_tokens_hit_total{tier="disk"} 32.0
+kvtier_tokens_hit_total{tier="redis"} 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("through", "tiers"),
+    [
+        (96, {"device": 32, "host": 64, "disk": 32}),
+        (95, {"device": 32, "connector": 95}),
+    ],
+)
+def test_a_kvtier_server_tells_its_tiers_apart_where_it_counts_what_the_engine_counts(
+    through, tiers
+):
+    engine = EXPOSITION.replace(
+        'external_prefix_cache_hits_total{engine="0"} 0.0',
+        f"external_prefix_cache_hits_total {through}",
+    )
+    found = sources_since({}, dict(read_series(engine + SERVED)))
+    assert found.tiers == tiers
+
+
 def test_a_counter_of_an_engine_that_started_anew_counts_from_nothing():
     before = dict(read_series(EXPOSITION))
     after = dict(read_series(EXPOSITION.replace(" 100.0", " 7.0")))

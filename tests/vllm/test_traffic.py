@@ -9,7 +9,7 @@ from harness import BLOCK, MODEL_TOKENS, holds
 from loadtest import tiny
 from loadtest.traffic.records import Failure
 from loadtest.traffic.requests import Request, Workload
-from loadtest.traffic.runner import Closed, run
+from loadtest.traffic.runner import Closed, RunOptions, run
 from loadtest.traffic.stream import digest
 from loadtest.traffic.summary import Labelled, summarise
 from loadtest.traffic.texts import SeededWriter, TextWriter
@@ -32,8 +32,11 @@ def chat():
     return build("chat", SeededWriter(3, FIRST, FIRST + 256), MODEL_TOKENS, SIZES)
 
 
-async def ask(engine, workload):
-    return await run(engine.part.url, engine.model, workload, USERS, progress=False)
+async def ask(engine, workload, **options):
+    options = RunOptions(**options)
+    return await run(
+        engine.part.url, engine.model, workload, USERS, progress=False, options=options
+    )
 
 
 def text(engine, prompt, tokens):
@@ -56,13 +59,15 @@ async def test_cached_tokens_sources_and_outputs_are_those_of_vllm(served, chat)
 
     holds(server, chat.distinct_tokens(BLOCK) // BLOCK)
     engine.forget()
-    warm = await ask(engine, chat)
+    warm = await ask(engine, chat, metrics=(engine.part.url, server.url))
     told = summarise(Labelled("kvtier", "warm", chat.facts(BLOCK), warm))
     all_but_one = sum((len(each.prompt) - 1) // BLOCK * BLOCK for each in chat.requests)
     assert told.cached_tokens == all_but_one > reusable, "all is cached but the last token's block"
     assert warm.sources.tiers.keys() == {"device", "host"}
     assert sum(warm.sources.tiers.values()) == all_but_one
-    assert warm.sources.connector == warm.sources.tiers["host"]
+    assert warm.sources.connector == warm.sources.by_tier["host"]
+    counted = {name: tokens for name, tokens in warm.sources.by_source.items() if tokens}
+    assert counted == warm.sources.tiers, "vLLM and the server count alike"
     assert warm.sources.computed == chat.prompt_tokens - all_but_one
 
     outputs = {record.name: record.digest for record in cold.records}
