@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=SEED, help="of all that is made up (default 1)")
     add("--tokens", type=int, nargs=2, metavar=("FIRST", "END"), help="draw ids from this range")
     add("--block-tokens", type=int, default=32, help="of the engine's blocks (default 32)")
-    add("--metrics", action="append", default=[], help="URL whose /metrics count; repeat")
+    add("--metrics", action="append", default=[], help="URL that counts tokens; repeat")
     add("--silence", type=float, default=Limits().silence, help="longest wait for a token, in s")
     add("--answer", type=float, default=Limits().answer, help="longest time of an answer, in s")
     add("--system", default="the server", help="what tables and plots call it")
