@@ -10,12 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from servers import clean_environment
-
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # for loadtest
-
 from kvtier.core import PAGE_BYTES
+from servers import clean_environment
 
 from loadtest.dataplane.engine import Engine, Work
 from loadtest.dataplane.points import Point
@@ -23,6 +19,7 @@ from loadtest.dataplane.prompts import Shape
 from loadtest.dataplane.verdict import stops
 from loadtest.rig import RigError
 
+ROOT = Path(__file__).parents[2]
 SHAPE = Shape(block_bytes=2 * PAGE_BYTES, prompt_blocks=6, store_blocks=3)
 CALLS = {
     "lookup": {"lookup"},
