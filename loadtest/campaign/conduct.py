@@ -96,7 +96,8 @@ def _one(peer: Peer, leg: Leg, load: Load, number: int, folder: Path) -> Labelle
     scenario = load.scenario(number)
     where = _new_folder(folder / _file_name(scenario) / _file_name(leg.system))
     strike = _half_way(peer, fault, len(load.workload.requests))
-    options = RunOptions(raw=where / RAW, done=strike)
+    counts = (engine.url, *peer.counts_at())
+    options = RunOptions(raw=where / RAW, metrics=counts, done=strike)
     try:
         found = asyncio.run(run(engine.url, MODEL_NAME, load.workload, load.loop, options=options))
     finally:

@@ -47,6 +47,9 @@ NAMES: Mapping[str, str] = {
     "lmcache-32": "LMCache, chunks of 32",
 }
 POLICIES = ("auto", "mq", "lru", "arc", "fifo")
+REPLAYED = Window(requests=200, conversations=0.03)
+"""Of each trace: some conversations as a whole, so that few requests repeat what they do."""
+REPLAY_PACE = Open(rate=2.0)
 SMALL_HOST_MIB = 128
 """Of the legs in which not everything fits: 2,900 tokens of SmolLM2 in float32."""
 MIB = 1 << 20
@@ -104,7 +107,7 @@ def _systems(make: _Maker, traces: Sequence[Path]) -> list[Leg]:
     loads = [Load(make.workload(name), Closed(4), hits) for name in names[:1]]
     loads += [Load(make.workload(name), Closed(4), (COLD, FORGOTTEN)) for name in names[1:]]
     loads += [
-        Load(replay(make.writer, trace, MODEL_TOKENS, Window()), Open(), (COLD, FORGOTTEN))
+        Load(replay(make.writer, trace, MODEL_TOKENS, REPLAYED), REPLAY_PACE, (COLD, FORGOTTEN))
         for trace in traces
     ]
     documents = make.workload("documents")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -101,6 +101,10 @@ class Host:
     def engine_options(self) -> list[str]:
         """Return what vLLM needs beyond the options that all systems share."""
         return []
+
+    def counts_at(self) -> Sequence[str]:
+        """Return URLs whose metrics tell the tiers apart, beside the engine's."""
+        return ()
 
     def empty_memory(self) -> None:
         """Empty the host tier, and nothing else."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..rig import counter, transfer_config
 from ..stack import start_server
@@ -36,6 +36,10 @@ class KVTierHost(ServerHost):
     def engine_options(self) -> list[str]:
         """Return the connector's configuration, which names the socket."""
         return ["--kv-transfer-config", transfer_config(self.server)]
+
+    def counts_at(self) -> Sequence[str]:
+        """Return the server's URL: to vLLM, all that comes through the connector is from L1."""
+        return (self.server.url,)
 
     def empty_memory(self) -> None:
         """Drop all namespaces from the host tier."""

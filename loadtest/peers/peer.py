@@ -7,7 +7,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -134,6 +134,10 @@ class Peer:
     def cached_external(self) -> float:
         """Return the prompt tokens that engines got from outside L0, by vLLM's own count."""
         return sum(counter(each, EXTERNAL_METRIC) for each in self._engines)
+
+    def counts_at(self) -> Sequence[str]:
+        """Return URLs whose metrics tell the tiers apart, beside the engines'."""
+        return [url for host in self._hosts for url in host.counts_at()]
 
     def served(self) -> Mapping[Tiers, float]:
         """Return the tokens that each tier served, by the system's own count."""

@@ -67,6 +67,9 @@ class Driven:
     def settings(self):
         return {"known": True}
 
+    def counts_at(self):
+        return ()
+
 
 def drive(monkeypatch, url, **given):
     peer = Driven(SimpleNamespace(url=url), **given)
