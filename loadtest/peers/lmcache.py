@@ -11,6 +11,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvtier.endpoints import free_port
@@ -20,6 +21,7 @@ from ..stack import LOOPBACK, start_part
 from .base import PeerError, Place, ServerHost, Tiers, tokens
 
 PYTHON = REPOSITORY / ".venv-lmcache" / "bin" / "python"
+SHARED_MEMORY = Path("/dev/shm")
 ENTRY = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 DEFAULT_CHUNK = 256
 START_SECONDS = 120.0
@@ -47,6 +49,7 @@ class LMCacheHost(ServerHost):
         """Tokens that it stores and finds together: a multiple of vLLM's block."""
         self._port = free_port(LOOPBACK)
         """The same after a restart: engines know it."""
+        self._memory = f"lmcache-{self._port}"
 
     def start(self) -> None:
         """Start the server and wait for it. Raises PeerError where it is not installed."""
@@ -61,6 +64,11 @@ class LMCacheHost(ServerHost):
             part, url=url, health="/healthcheck", limit=START_SECONDS
         )
         self._server.wait()
+
+    def stop(self) -> None:
+        """End the server; its memory goes too, which a server that is killed leaves behind."""
+        super().stop()
+        (SHARED_MEMORY / f"lmcache_l1_pool_{self._memory}").unlink(missing_ok=True)
 
     def restart(self) -> None:
         """End the server and start it again, and wait until its engines have found it.
@@ -124,7 +132,7 @@ class LMCacheHost(ServerHost):
     def _options(self) -> list[str]:
         """Return what the quick start sets, and what there must be one of for each server."""
         options = ["--host", LOOPBACK, "--port", str(self._port), "--http-host", LOOPBACK]
-        options += ["--shm-name", f"lmcache-{self._port}", "--supported-transfer-mode", "auto"]
+        options += ["--shm-name", self._memory, "--supported-transfer-mode", "auto"]
         options += ["--l1-size-gb", str(self.place.setup.host_mib / 1024)]
         options += ["--eviction-policy", "LRU", "--chunk-size", str(self._chunk)]
         for adapter in self._adapters():
