@@ -27,6 +27,9 @@ SHARED_HASHES = ("sha256", "sha256_cbor")
 CHECKSUMS = {"none": 0, "xxh3_128": 16}
 """How a shard's bytes may be sealed, and the bytes that the seal takes right after them."""
 
+SEED_BYTES = 8
+"""Bytes of a block's key that its seal is bound to."""
+
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 
 BlockKey: TypeAlias = bytes
@@ -36,6 +39,11 @@ BlockKey: TypeAlias = bytes
 def align_up(size: int, step: int) -> int:
     """Return `size` rounded up to a multiple of `step`."""
     return -(-size // step) * step
+
+
+def seal_seed(key: BlockKey) -> int:
+    """Return what binds a checksum to a block key."""
+    return int.from_bytes(key[:SEED_BYTES], "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +242,8 @@ class EvictReason(StrEnum):
     """An engine found other bytes in its slot than were stored there."""
     OPERATOR = "operator"
     """An operator dropped it."""
+    ENGINE = "engine"
+    """An engine did not want it any more."""
 
 
 class SlotState(StrEnum):

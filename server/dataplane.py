@@ -211,25 +211,27 @@ class _Connection:
             self._watcher = self._plane.teller.watch(session.space.changes, self)
 
     def _serve(self, session: Session, frame: wire.Request) -> str:
+        """Do what a frame asks for. Returns the name of its operation."""
+        hierarchy = self._plane.hierarchy
         match frame:
             case wire.Step():
                 self._step(session, frame)
-                return "step"
             case wire.Lookup():
                 self._lookup(session, frame)
-                return "lookup"
             case wire.MapSlab():
                 self._map(frame)
-                return "map"
             case wire.Reset():
-                count = self._plane.hierarchy.reset(session.space)
-                self._send(wire.Done(frame.seq, count))
-                return "reset"
+                self._send(wire.Done(frame.seq, hierarchy.reset(session.space)))
+            case wire.Drop():
+                self._drop(session, frame)
+            case wire.Sizes():
+                sizes = hierarchy.directory.sizes(session.space.manifest)
+                self._send(wire.Known(frame.seq, sizes))
             case wire.Bye():
                 self.close("bye")
-                return "bye"
             case wire.Hello():
                 raise ProtocolError("unexpected", "a second hello")
+        return str(frame.__struct_config__.tag)
 
     def _lookup(self, session: Session, frame: wire.Lookup) -> None:
         keys = wire.split_keys(frame.keys)
@@ -241,7 +243,17 @@ class _Connection:
         done = partial(self._found, frame.seq)
         ready = hierarchy.lookup(session, frame.seq, keys, frame.start, frame.tenant, done)
         self._send(wire.Found(frame.seq, ready.slots, ready.absent, ready.within))
-        hierarchy.record_use()
+        if frame.use:
+            hierarchy.record_use()
+        else:
+            hierarchy.forget_use()
+
+    def _drop(self, session: Session, frame: wire.Drop) -> None:
+        keys = wire.split_keys(frame.keys)
+        if len(keys) > wire.MAX_DROP_BLOCKS:
+            raise ProtocolError("malformed", f"a drop of {len(keys)} blocks at once")
+        count = self._plane.hierarchy.drop(session, keys)
+        self._send(wire.Done(frame.seq, count))
 
     def _found(self, lease: int, answer: Answer) -> None:
         """Tell the engine what became of a lookup that waited."""

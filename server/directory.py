@@ -7,6 +7,7 @@ bookkeeping included (`make figure NAME=directory_bytes_per_block`). Runs on the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from .changes import KEYS_AT_ONCE, ChangeLog, Placed
@@ -170,3 +171,10 @@ class Directory:
 
     def __len__(self) -> int:
         return sum(len(space.blocks) for space in self.namespaces.values())
+
+    def sizes(self, like: Manifest) -> list[int]:
+        """Return the shard sizes of namespaces whose manifests are otherwise equal to `like`."""
+        found = [space.manifest for space in self.namespaces.values()]
+        return sorted(
+            one.shard_bytes for one in found if replace(one, shard_bytes=like.shard_bytes) == like
+        )

@@ -8,7 +8,6 @@ is one that a resident block continues, so that a chain loses its tail before it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from .cascade import Cascade
 from .core import BlockKey, EvictReason, Manifest, Role, StoreOutcome
@@ -25,32 +24,10 @@ from .recording import Recorder
 from .sessions import Engine, Limbo, Session
 from .tenants import NOBODY, Asked, Tenants
 from .tiers.host import HostTier
-from .waiting import Answer, Timer
+from .waiting import Answer, Ready, Timer, Use
 
 STOCK_SHARE = 8
 """The stocks of free slots of all sessions together are at most the pool's slots ÷ this."""
-
-
-class _Use(NamedTuple):
-    """A lookup that was answered, but is not counted yet."""
-
-    space: Namespace
-    keys: Sequence[BlockKey]
-    start: int
-    """Blocks that the device held."""
-    blocks: list[Block]
-    tenant: str
-
-
-class Ready(NamedTuple):
-    """What a lookup found at once."""
-
-    slots: list[int]
-    """Packed slots of the leased blocks; empty while the lookup waits."""
-    absent: list[int]
-    """Positions before the start that the host tier does not hold."""
-    within: float
-    """Seconds within which the rest is answered, as lower tiers have more; 0.0 for never."""
 
 
 class Hierarchy:
@@ -89,7 +66,7 @@ class Hierarchy:
         metrics.add_tenants(self.tenants.readings)
         self.stores = dict.fromkeys(StoreOutcome, 0)
         self._sessions_opened = 0
-        self._late: _Use | None = None
+        self._late: Use | None = None
 
     # Sessions.
 
@@ -150,7 +127,7 @@ class Hierarchy:
             block.leases += 1
         if found:
             session.leases[lease] = found
-        self._late = _Use(space, keys, start, [*found], tenant)
+        self._late = Use(space, keys, start, [*found], tenant)
         absent = [at for at in range(start) if keys[at] not in space.blocks]
         if done is not None and self.lowers:
             within = self.promotions.begin(session, lease, keys, start, done)
@@ -164,12 +141,16 @@ class Hierarchy:
 
     def record_use(self) -> None:
         """Count the latest lookup, and tell its use to the policies and to the slabs."""
-        if (use := self._late) is None:
+        use, self._late = self._late, None
+        if use is None:
             return
-        self._late = None
         self.tenants.tally(use.tenant).lookups += 1
         self.metrics.lookups.inc()
         self._use(use.space, use.keys, use.start, use.blocks)
+
+    def forget_use(self) -> None:
+        """The latest lookup was a part of another one's use: count and tell nothing."""
+        self._late = None
 
     def _use(
         self, space: Namespace, keys: Sequence[BlockKey], device: int, blocks: Sequence[Block]
@@ -204,10 +185,29 @@ class Hierarchy:
             if (block := leased.get(slot)) is None:
                 self._count_store(StoreOutcome.UNKNOWN_SLOT)
             elif space.blocks.get(block.key) is block:
-                self.pins.cut(space, {block})
-                self.evictor.drop(space, block, EvictReason.UNREADABLE)
-                for lower in self.lowers:
-                    lower.drop(space.records, [block.key], EvictReason.UNREADABLE)
+                self._drop(space, [block.key], EvictReason.UNREADABLE)
+
+    def drop(self, session: Session, keys: Sequence[BlockKey]) -> int:
+        """Drop blocks that the engine does not want any more. Returns how many were here.
+
+        A leased one stays readable until released. What a thread is writing to a lower tier now may
+        stay there.
+        """
+        self.record_use()
+        for key in keys:
+            self.promotions.cut_off(session.space, key)
+            if (one := self.promotions.coming(session.space, key)) is not None:
+                one.discarded = True
+        return self._drop(session.space, keys, EvictReason.ENGINE)
+
+    def _drop(self, space: Namespace, keys: Sequence[BlockKey], reason: EvictReason) -> int:
+        here = [space.blocks[key] for key in dict.fromkeys(keys) if key in space.blocks]
+        self.pins.cut(space, set(here))
+        for block in here:
+            self.evictor.drop(space, block, reason)
+        for lower in self.lowers:
+            lower.drop(space.records, keys, reason)
+        return len(here)
 
     def touch(self, session: Session, keys: Sequence[BlockKey]) -> None:
         """Record the use of a chain that the device held."""

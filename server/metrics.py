@@ -39,7 +39,7 @@ LATENCY_BUCKETS = (
 )  # fmt: skip
 """50 µs to 5 s."""
 
-OPERATIONS = ("hello", "lookup", "step", "map", "reset", "bye")
+OPERATIONS = ("hello", "lookup", "step", "map", "reset", "drop", "sizes", "bye")
 HOLDS = ("frame", "lower")
 """What holds the loop: an engine's frame, or something that lower tiers hand to it."""
 CLOSE_REASONS = (

@@ -23,11 +23,13 @@ import msgspec
 from .core import KEY_BYTES, BlockKey, Manifest, Role, Tier
 from .errors import ProtocolError
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 HEADER_BYTES: Final = 4
 MAX_FRAME_BYTES: Final = 16 << 20
 """Enough for a lookup of half a million blocks; more is refused before it is read."""
 MAX_CHAIN_BLOCKS: Final = 400_000
+MAX_DROP_BLOCKS: Final = 1024
+"""One drop holds the loop for as many blocks."""
 MAX_TENANT_CHARACTERS: Final = 128
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -66,6 +68,8 @@ class Lookup(Frame, tag="lookup"):
     keys: bytes
     start: Count
     tenant: Tenant = ""
+    use: bool = True
+    """False for what is only fetched: another lookup was its use, and is counted."""
 
 
 class Chain(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -131,6 +135,19 @@ class Reset(Frame, tag="reset"):
     seq: int
 
 
+class Drop(Frame, tag="drop"):
+    """Drop these blocks of the session's namespace from all tiers; at most `MAX_DROP_BLOCKS`."""
+
+    seq: int
+    keys: bytes
+
+
+class Sizes(Frame, tag="sizes"):
+    """Ask for the namespaces that differ from the session's own in `shard_bytes` alone."""
+
+    seq: int
+
+
 class Bye(Frame, tag="bye"):
     """The session ends on purpose."""
 
@@ -192,10 +209,17 @@ class Mapped(Frame, tag="mapped"):
 
 
 class Done(Frame, tag="done"):
-    """Answer to a reset: so many blocks were dropped."""
+    """Answer to a reset or a drop: so many blocks left the host tier."""
 
     seq: int
     count: int
+
+
+class Known(Frame, tag="known"):
+    """Answer to `sizes`: the `shard_bytes` of each, the session's own among them."""
+
+    seq: int
+    shard_bytes: list[int]
 
 
 class Stored(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -220,8 +244,8 @@ class Changed(Frame, tag="changed"):
     removed: bytes = b""
 
 
-Request = Hello | Lookup | Step | MapSlab | Reset | Bye
-Reply = Welcome | Refused | Found | Granted | Mapped | Done | Changed
+Request = Hello | Lookup | Step | MapSlab | Reset | Drop | Sizes | Bye
+Reply = Welcome | Refused | Found | Granted | Mapped | Done | Known | Changed
 
 _KEY_ROWS = struct.Struct(f"{KEY_BYTES}s" * 64)
 """Cuts 64 keys at once, several times as fast as slices do."""

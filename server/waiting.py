@@ -1,4 +1,4 @@
-"""What a lookup waits for, and what is being read for it: the types of `promotion.py`."""
+"""What a lookup gets, what it waits for, and what is being read for it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ from .lower import LowerTier
 from .sessions import Session
 from .tiers.pool import Job
 from .worth import LoadMode, Stretch
+
+
+class Use(NamedTuple):
+    """A lookup that was answered, but is not counted yet."""
+
+    space: Namespace
+    keys: Sequence[BlockKey]
+    start: int
+    """Blocks that the device held."""
+    blocks: list[Block]
+    tenant: str
+
+
+class Ready(NamedTuple):
+    """What a lookup found at once."""
+
+    slots: list[int]
+    """Packed slots of the leased blocks; empty while the lookup waits."""
+    absent: list[int]
+    """Positions before the start that the host tier does not hold."""
+    within: float
+    """Seconds within which the rest is answered, as lower tiers have more; 0.0 for never."""
 
 
 class Answer(NamedTuple):

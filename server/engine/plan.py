@@ -31,14 +31,6 @@ class Move(NamedTuple):
     seed: int
 
 
-SEED_BYTES = 8
-
-
-def seed(key: bytes) -> int:
-    """Return what binds a checksum to a block key."""
-    return int.from_bytes(key[:SEED_BYTES], "big")
-
-
 @dataclass
 class Load:
     """All blocks that one request loads in a step, out of slots that `by` promised."""

@@ -15,13 +15,13 @@ from logging import Logger
 from typing import Any
 
 from .. import protocol as wire
-from ..core import Tier
+from ..core import Tier, seal_seed
 from .account import Account
 from .events import EventFeed
 from .inflight import Candidate, InFlight, Loading, Plan, above, chains
 from .lookups import Lookups
 from .meter import Meter
-from .plan import NOBODY, Load, Move, StepPlan, WorkerReport, seed
+from .plan import NOBODY, Load, Move, StepPlan, WorkerReport
 from .requests import Awaited, Tracked, joined, track
 from .stats import BYPASSED, MISSES, ConnectorStats
 from .tracing import LOAD, STORE, Span, Tracer
@@ -151,7 +151,7 @@ class SchedulerSide:
             self._mark_stored(candidates)
         self._trailing = []
         plan.stores = [
-            Move(one.block, slot, seed(one.key))
+            Move(one.block, slot, seal_seed(one.key))
             for one, slot in zip(candidates, slots, strict=True)
         ]
         if self._inflight.reads:
@@ -372,7 +372,7 @@ class SchedulerSide:
 def _load(loading: Loading) -> Load:
     blocks = loading.blocks[loading.first : loading.first + len(loading.slots)]
     moves = [
-        Move(block, slot, seed(key))
+        Move(block, slot, seal_seed(key))
         for block, slot, key in zip(blocks, loading.slots, loading.keys, strict=True)
     ]
     return Load(loading.request, loading.by, moves)

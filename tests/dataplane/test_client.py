@@ -11,8 +11,9 @@ import time
 
 import pytest
 from kvtier import protocol as wire
-from kvtier.client import Client, ClientOptions, trusted
+from kvtier.client import Client, ClientOptions
 from kvtier.core import Role
+from kvtier.link import trusted
 from support import MANIFEST, chain, until
 
 LOG = logging.getLogger("test.client")

@@ -10,7 +10,6 @@ from functools import partial
 import msgspec
 import pytest
 from kvtier import protocol as wire
-from kvtier.client import Link
 from kvtier.core import (
     PAGE_BYTES,
     EvictReason,
@@ -21,6 +20,7 @@ from kvtier.core import (
     unpack_slot,
 )
 from kvtier.errors import ProtocolError, StartError
+from kvtier.link import Link
 from kvtier.stats import read_stats
 from support import MANIFEST, chain, manifest, tokens, until
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from kvtier import protocol as wire
 from kvtier.changes import CHANGES_KEPT, KEYS_AT_ONCE
-from kvtier.client import Link
 from kvtier.core import KEY_BYTES, Role, Tier
+from kvtier.link import Link
 from kvtier.metrics import CLOSE_REASONS
 from support import MANIFEST, chain, manifest, until
 

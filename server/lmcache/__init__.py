@@ -1,0 +1,1 @@
+"""What `lmcache_adapter.py` is made of."""
