@@ -272,6 +272,13 @@ def engine_scale_ratio() -> list[float]:
     return ratios.engine_scale()
 
 
+def lmcache_bench_load_ratio() -> list[float]:
+    """Return min(kvtier ÷ resp ÷ 1.5, kvtier ÷ fs_native ÷ 0.5) of LMCache's loads, run by run."""
+    from . import lmcache_bench
+
+    return lmcache_bench.ratio()
+
+
 FIGURES = {
     "demo_l1_gain": Figure("cold TTFT ÷ L1 TTFT in the demo", 5.0, None, demo_l1_gain),
     "host_budget_ratio": Figure(
@@ -419,6 +426,11 @@ FIGURES = {
         3.0,
         None,
         engine_scale_ratio,
+    "lmcache_bench_load_ratio": Figure(
+        "LMCache's loads via kvtier ÷ via Redis ÷ 1.5, or ÷ its files ÷ 0.5: the smaller",
+        1.0,
+        None,
+        lmcache_bench_load_ratio,
         Judged.MEDIAN,
     ),
 }

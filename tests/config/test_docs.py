@@ -16,6 +16,7 @@ from kvtier.config import descriptions, load_settings
 from kvtier.core import Manifest, Role, SlotRef
 from kvtier.engine.options import KEYS, read_options
 from kvtier.live import Kept
+from kvtier.lmcache import options as adapter
 from kvtier.readings import Readings
 from kvtier.serve import Server
 from support import MANIFEST, hierarchy
@@ -76,6 +77,14 @@ def test_the_connectors_reference_has_exactly_its_keys_with_their_defaults(monke
     options = read_options({})
     assert rows["deadline_ms"] == str(options.deadline_ms)
     assert rows["socket"].replace("$XDG_RUNTIME_DIR", "/run/user/7") == str(options.socket)
+
+
+def test_the_reference_of_lmcaches_adapter_has_exactly_its_parameters_with_their_defaults():
+    rows = {plain(key): plain(default) for key, default, _ in table(OPERATIONS, "adapter")}
+    assert tuple(rows) == adapter.KEYS
+    options = adapter.read_options({"label": "l"})
+    for key in ("tenant", "chunk_tokens", "deadline_ms", "wait_ms"):
+        assert rows[key] == str(getattr(options, key)), key
 
 
 def test_the_metrics_reference_has_exactly_the_metrics_with_their_types_and_labels():
