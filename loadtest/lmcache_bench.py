@@ -26,7 +26,8 @@ from .report import Row, show
 from .rig import RigError
 from .stack import Part, Redis, start_redis, start_server
 
-CAPACITY = "2GiB"
+CAPACITY = "3GiB"
+"""More than all runs store: every load is a hit."""
 VALUE_KIB = 5760
 """A chunk of 256 tokens of SmolLM2-135M in bf16: 23,040 bytes a token."""
 KEYS_AT_ONCE = 8

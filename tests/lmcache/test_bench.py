@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import until
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -24,6 +25,6 @@ def test_lmcaches_benchmark_verifies_every_byte(tmp_path):
     try:
         server.wait()
         assert lmcache_bench.load_speed(lmcache_bench.kvtier_adapter(server, "bench"), 2) > 0
-        assert server.get("/v1/sessions") == "[]"
+        until(lambda: server.get("/v1/sessions") == "[]", "the end of all sessions")
     finally:
         server.stop()
