@@ -426,6 +426,8 @@ FIGURES = {
         3.0,
         None,
         engine_scale_ratio,
+        Judged.MEDIAN,
+    ),
     "lmcache_bench_load_ratio": Figure(
         "LMCache's loads via kvtier ÷ via Redis ÷ 1.5, or ÷ its files ÷ 0.5: the smaller",
         1.0,
