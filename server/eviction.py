@@ -177,9 +177,12 @@ class Evictor:
         return gone
 
     def _take_over_slab(self, space: Namespace) -> bool:
-        """Empty another pool's slab for this one, if it is colder than all slabs here."""
+        """Empty another pool's slab for this one, if it is colder than all slabs here.
+
+        A slab that just came says nothing yet: no block in it has been used.
+        """
         kept = [slab.last_used for slab in space.pool.slabs.values() if not slab.closing]
-        own = min(kept, default=self._tick + 1)
+        own = min(filter(None, kept), default=self._tick + 1)
         for other, number, owned in self._others(space):
             if owned.last_used >= own:
                 return False

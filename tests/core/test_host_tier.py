@@ -137,6 +137,18 @@ def test_the_coldest_slab_moves_to_the_namespace_that_needs_it():
     cache.host.close()
 
 
+def test_a_namespace_that_is_new_to_a_full_server_gets_all_that_it_needs_at_once():
+    cache = hierarchy(160)
+    old = cache.open_session(Role.SCHEDULER, "old", 0, 1, manifest(model="old"))
+    for number in range(16):
+        cache.commit(old, b"", chain(f"old {number}", 10), cache.reserve(old, 10, 0))
+    new = cache.open_session(Role.SCHEDULER, "new", 0, 1, manifest(model="new", shard_bytes=8192))
+    assert len(cache.reserve(new, 18, 0)) == 18
+    assert len(new.space.pool.slabs) == 4
+    check_integrity(cache)
+    cache.host.close()
+
+
 def test_a_hot_namespace_keeps_its_slabs_from_a_cold_one():
     cache = hierarchy(160)
     hot = cache.open_session(Role.SCHEDULER, "hot", 0, 1, manifest(model="hot"))
