@@ -190,14 +190,14 @@ def _options() -> list[str]:
     ]  # fmt: skip
 
 
-def transfer_config(server: Part) -> str:
-    """Return vLLM's --kv-transfer-config for a kvtier server."""
+def transfer_config(server: Part, **extra: object) -> str:
+    """Return vLLM's --kv-transfer-config for a kvtier server; `extra` are the connector's own."""
     return json.dumps(
         {
             "kv_connector": "KVTierConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"socket": str(server.socket)},
+            "kv_connector_extra_config": {"socket": str(server.socket), **extra},
         }
     )
 

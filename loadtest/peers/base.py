@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import ClassVar
@@ -50,6 +50,8 @@ class Setup:
     """More options of each vLLM."""
     kvtier_settings: str = ""
     """More of kvtier's settings, as YAML, beyond those that make it comparable."""
+    kvtier_connector: Mapping[str, object] = field(default_factory=dict)
+    """More options of kvtier's connector."""
 
 
 @dataclass(frozen=True, slots=True)

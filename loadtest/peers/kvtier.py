@@ -35,7 +35,8 @@ class KVTierHost(ServerHost):
 
     def engine_options(self) -> list[str]:
         """Return the connector's configuration, which names the socket."""
-        return ["--kv-transfer-config", transfer_config(self.server)]
+        extra = self.place.setup.kvtier_connector
+        return ["--kv-transfer-config", transfer_config(self.server, **extra)]
 
     def counts_at(self) -> Sequence[str]:
         """Return the server's URL: to vLLM, all that comes through the connector is from L1."""

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from harness import prompt
+from harness import DEADLINE_MS, prompt
 
 from loadtest.peers import PeerError, Setup, Tiers, running
 from loadtest.peers.lmcache import PYTHON
@@ -20,7 +20,8 @@ ALWAYS = "loads: {mode: always, wait_seconds: 60}"
 
 def setup(model, tiers):
     options = {"host_mib": 256, "engine_mib": 64, "model_tokens": 1024}
-    return Setup(model, tiers, **options, kvtier_settings=ALWAYS)
+    patient = {"deadline_ms": DEADLINE_MS}
+    return Setup(model, tiers, **options, kvtier_settings=ALWAYS, kvtier_connector=patient)
 
 
 def cached(part, seed=1):
