@@ -44,6 +44,15 @@ PROMPTS = 48
 AT_ONCE = 2
 TRACE_HASH_TOKENS = 512
 BENCH_SECONDS = 1800
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""`vllm bench serve`, past a command that asks for the version of a package named `vllm`, which the
+one for CPUs is not."""
 BENCH_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
 """It makes a trace's prompts from Python's hashes: with this they are the same for both systems."""
 
@@ -140,7 +149,7 @@ def _bench(
     part: Part, folder: Path, options: Options, name: str, what: Sequence[str]
 ) -> list[float]:
     """Run `vllm bench serve`, which writes NAME.json; return its TTFTs. Raises NeutralError."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+    command = [sys.executable, "-c", BENCH]
     command += ["--base-url", part.url, "--model", MODEL_NAME, "--tokenizer", str(folder)]
     command += ["--num-prompts", str(options.prompts), "--seed", "1", "--ignore-eos"]
     command += ["--save-result", "--save-detailed", "--disable-tqdm"]
