@@ -53,9 +53,7 @@ class Evictor:
         self._directory = directory
         self._demand = demand
         self._tick = 0
-        self._counted = {
-            reason: metrics.evictions.labels(Tier.HOST, reason) for reason in EvictReason
-        }
+        self._counted = metrics.evictions_from(Tier.HOST)
 
     def make_room(self, space: Namespace, wanted: int) -> int | None:
         """Return a taken slot of the namespace's pool, or None if nothing may go.
@@ -96,7 +94,7 @@ class Evictor:
         else:
             space.pool.policy.remove(block.key)
         self._leave(space, block, reason)
-        self._count(reason, 1)
+        self._count(space, reason, 1)
 
     def _leave(self, space: Namespace, block: Block, reason: EvictReason) -> None:
         """A block goes from everywhere but the policy."""
@@ -111,9 +109,9 @@ class Evictor:
         else:
             self.host.give_back(space.pool, block.slot)
 
-    def _count(self, reason: EvictReason, blocks: int) -> None:
+    def _count(self, space: Namespace, reason: EvictReason, blocks: int) -> None:
         self.evictions += blocks
-        self._counted[reason].inc(blocks)
+        self._counted[space.pool.policy.deciding, reason].inc(blocks)
 
     def unlease(self, space: Namespace, blocks: Iterable[Block]) -> None:
         """End one lease of each block."""
@@ -151,7 +149,7 @@ class Evictor:
             return True
 
         evicted = space.pool.policy.make_room(max(count, 0), goes)
-        self._count(EvictReason.CAPACITY, evicted)
+        self._count(space, EvictReason.CAPACITY, evicted)
         if passed > PASSED_AT_MOST:
             self.held_up(space)
         return evicted

@@ -78,7 +78,7 @@ class LowerTier:
             for outcome in (None, *ReadOutcome)
         }
         self._writes = {one: metrics.writes.labels(self.tier, one) for one in WriteOutcome}
-        self._evictions = {one: metrics.evictions.labels(self.tier, one) for one in EvictReason}
+        self._evictions = metrics.evictions_from(self.tier)
         self._clock = clock
         self._steps = Steps(post)
         self._pool = Pool(store.tier, options.threads, post)
@@ -339,7 +339,7 @@ class LowerTier:
 
     def _evicted(self, count: int, reason: EvictReason) -> None:
         self.evictions += count
-        self._evictions[reason].inc(count)
+        self._evictions[self.index.policy.deciding, reason].inc(count)
 
     def _drop(self, victims: dict[str, list[BlockKey]]) -> None:
         for namespace, keys in victims.items():

@@ -30,6 +30,7 @@ from .core import (
     WaitOutcome,
     WriteOutcome,
 )
+from .policies import POLICIES
 
 TENANT_LABELS_AT_MOST = 200
 OTHER_TENANT = "other"
@@ -99,11 +100,11 @@ class Metrics:
         for outcome in StoreOutcome:
             self.stores.labels(outcome)
         self.evictions = Counter(
-            "kvtier_evictions", "Blocks that left a tier.", ["tier", "reason"], registry=reg
-        )
+            "kvtier_evictions", "Blocks that left a tier, by the policy that it had.",
+            ["tier", "policy", "reason"], registry=reg,
+        )  # fmt: skip
         for tier in (Tier.HOST, *lowers):
-            for evicted in EvictReason:
-                self.evictions.labels(tier, evicted)
+            self.evictions_from(tier)
 
         self.capacity_bytes = Gauge(
             "kvtier_capacity_bytes", "Byte budget of a tier.", ["tier"], registry=reg
@@ -276,6 +277,14 @@ class Metrics:
         for counter, values in labels:
             for value in values:
                 counter.labels(tier, value)
+
+    def evictions_from(self, tier: Tier) -> dict[tuple[str, EvictReason], Counter]:
+        """Return what counts a tier's evictions, by policy and reason."""
+        return {
+            (policy, reason): self.evictions.labels(tier, policy, reason)
+            for policy in POLICIES
+            for reason in EvictReason
+        }
 
     def add_tenants(self, read: Callable[[], Sequence[TenantReading]]) -> None:
         """Show the totals of tenants, which are read at each scrape."""

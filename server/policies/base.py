@@ -59,6 +59,11 @@ class EvictionPolicy(ABC):
 
     name: ClassVar[str]
 
+    @property
+    def deciding(self) -> str:
+        """The name of the policy that says what goes at present."""
+        return self.name
+
     @abstractmethod
     def insert(self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None) -> None:
         """Take in blocks of `weight` bytes each, none of them resident, each colder than the last.

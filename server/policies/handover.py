@@ -28,6 +28,11 @@ class Handover(EvictionPolicy):
         self.old = old
         self._journal: deque[Callable[[EvictionPolicy], None]] = deque()
 
+    @property
+    def deciding(self) -> str:
+        """The old policy's name."""
+        return self.old.deciding
+
     def tell(self, new: EvictionPolicy) -> bool:
         """Tell the new policy some of what happened. Returns whether it knows all by now."""
         for _ in range(min(len(self._journal), TOLD_AT_ONCE)):

@@ -137,7 +137,9 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.take(data.draw(st.sampled_from(self.schedulers()), "session"), need, stock)
 
     def take(self, session, need, stock):
-        moves = self.cache.metrics.evictions.labels("host", EvictReason.SLAB_MOVE)._value.get()
+        moves = self.cache.metrics.evictions.labels(
+            "host", self.policy, EvictReason.SLAB_MOVE
+        )._value.get()
         before = {name: dict(sight.visible) for name, sight in self.sight.items()}
         slots = self.cache.reserve(session, need, stock)
         assert len(set(slots)) == len(slots)
@@ -145,7 +147,10 @@ class HierarchyMachine(RuleBasedStateMachine):
         assert not held & set(slots), "a slot is promised once"
         held.update(slots)
         moved = (
-            moves < self.cache.metrics.evictions.labels("host", EvictReason.SLAB_MOVE)._value.get()
+            moves
+            < self.cache.metrics.evictions.labels(
+                "host", self.policy, EvictReason.SLAB_MOVE
+            )._value.get()
         )
         self.follow_evictions(before, moved)
         return slots

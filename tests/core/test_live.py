@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from kvtier.audit import Audit
 from kvtier.config import changed, load_settings
-from kvtier.core import AdmissionMode, Role, Tier, WriteMode
+from kvtier.core import AdmissionMode, EvictReason, Role, Tier, WriteMode
 from kvtier.errors import SettingsError, StartError
 from kvtier.guard import GuardOptions
 from kvtier.hierarchy import Hierarchy
@@ -260,6 +260,37 @@ async def test_requests_go_on_while_a_policy_is_handed_over(site, monkeypatch):
     gate.set()
     await one.until(lambda: pool.policy.name == "arc")
     check_integrity(one.cache)
+
+
+async def test_an_eviction_counts_for_the_policy_that_decided_it(site, monkeypatch):
+    one = await site(**{"disk.admission": "always"})
+    gate = asyncio.Event()
+    adopt = POLICIES["arc"].adopt
+    loop = asyncio.get_running_loop()
+
+    def slowly(self, state):
+        asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+        adopt(self, state)
+
+    def counted(tier, policy):
+        return one.metrics.evictions.labels(tier, policy, EvictReason.CAPACITY)._value.get()
+
+    monkeypatch.setattr(POLICIES["arc"], "adopt", slowly)
+    await one.change(changes={"host.policy": "arc"})
+    for number in range(40):
+        one.request(chain(f"{number}", 4))
+    by_the_old_one = counted("host", "lru")
+    assert by_the_old_one > 0 == counted("host", "arc")
+    gate.set()
+    await one.until(lambda: one.session.space.pool.policy.name == "arc")
+    for number in range(40):
+        one.request(chain(f"more {number}", 4))
+        one.settle()
+    assert counted("host", "lru") == by_the_old_one
+    assert by_the_old_one + counted("host", "arc") == one.cache.evictor.evictions
+    await one.change(changes={"disk.capacity": "64KiB"})
+    await one.until(lambda: one.lower.used_bytes <= 64 << 10)
+    assert counted("disk", "mq") == one.lower.evictions > 0
 
 
 async def test_capacity_grows_and_shrinks_while_blocks_are_used(site):

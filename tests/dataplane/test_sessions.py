@@ -134,7 +134,7 @@ def test_an_unreadable_block_goes_before_its_key_is_stored_again_in_the_same_ste
     again = wire.Chain(KEYS[0], KEYS[1], [fresh])
     client.send(wire.Step(0, unreadable=[slots[1]], commits=[again], releases=[found.seq]))
     assert client.lookup(b"".join(KEYS), 0).slots == [slots[0], fresh, slots[2]]
-    evictions = plane.metrics.evictions.labels(Tier.HOST, EvictReason.UNREADABLE)
+    evictions = plane.metrics.evictions.labels(Tier.HOST, "lru", EvictReason.UNREADABLE)
     assert plane.do(evictions._value.get) == 1
     assert plane.do(plane.readings.stores)[StoreOutcome.DUPLICATE] == 0
 

@@ -53,6 +53,21 @@ TIERS = Dashboard(
                     Unit.A_SECOND,
                 ),
                 Panel(
+                    "Evictions for room, by policy",
+                    "The policy that chose the blocks; after a change, the lines show both.",
+                    [
+                        Query(
+                            each(
+                                "tier, policy",
+                                rate("kvtier_evictions_total", 'reason=~"capacity|slab_move"'),
+                            )
+                            + " > 0",
+                            "{{tier}}, {{policy}}",
+                        )
+                    ],
+                    Unit.A_SECOND,
+                ),
+                Panel(
                     "How long a block stays",
                     "If it goes on as in the last 15 minutes; no line where nothing is evicted.",
                     [
