@@ -24,12 +24,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .config import Settings
-from .http_section import HttpTokens, is_loopback
+from .http_section import HttpTokens, Refusal, is_loopback
+from .metrics import Metrics
 from .problems import problem
 
 log = logging.getLogger("kvtier.access")
 
 READS = frozenset({"GET", "HEAD"})
+QUESTIONS = frozenset({("POST", "/v1/blocks/lookup")})
+"""Requests that change nothing and have a body: whoever may read may ask them."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """For probes, which have no token."""
 OWN_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -40,6 +43,16 @@ LOG_SECONDS = 60.0
 """Wrong tokens are logged once in so long."""
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))(?::\d{0,5})?")
 _TOO_LARGE = f"A request's body may have {BODY_BYTES_AT_MOST:,} bytes: send less."
+
+
+class Refused(HTTPException):
+    """A request is not let in."""
+
+    def __init__(
+        self, reason: Refusal, status: int, detail: str, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(status, detail, headers)
+        self.reason = reason
 
 
 class Right(Enum):
@@ -81,9 +94,14 @@ class Access:
     """The application, for those who may use it."""
 
     def __init__(
-        self, app: ASGIApp, options: AccessOptions, clock: Callable[[], float] = time.monotonic
+        self,
+        app: ASGIApp,
+        options: AccessOptions,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
+        self._refused = metrics.http_refusals
         self._hosts = options.hosts
         self._clock = clock
         self._tokens = Tokens(options.tokens)
@@ -103,42 +121,48 @@ class Access:
         else:
             try:
                 self._check(scope, Headers(scope=scope))
-            except HTTPException as refused:
+            except Refused as refused:
+                self._refused.labels(refused.reason).inc()
                 status, detail = refused.status_code, refused.detail
                 answer = problem(scope["path"], status, detail, refused.headers)
                 await answer(scope, receive, send)
             else:
-                await self._app(scope, _bounded(receive), send)
+                await self._app(scope, self._bounded(receive), send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raise HTTPException unless the request may be served."""
+        """Raise Refused unless the request may be served."""
         self._check_name(headers)
         _check_size(headers)
         reads = scope["method"] in READS
         if reads and scope["path"] in OPEN_PATHS:
             return
+        asks = (scope["method"], scope["path"]) in QUESTIONS
         client, now = _network(scope), self._clock()
         right = self._right(headers, client, now)
         if reads:
             return
-        if right is not Right.CHANGE:
-            raise HTTPException(
+        if right is not Right.CHANGE and not asks:
+            raise Refused(
+                Refusal.SCOPE,
                 403,
                 "This token may only read: changes need the one of http.token.",
                 {"WWW-Authenticate": 'Bearer realm="kvtier", error="insufficient_scope"'},
             )
         self._check_origin(headers)
-        _wait(self._changes.take(client, now), "Too many changes")
+        wait = self._changes.take(client, now)
+        _wait(Refusal.CHANGE_RATE, wait, "Too many changes or questions")
 
     def _check_name(self, headers: Headers) -> None:
         """A page that a browser shows may call this server by a name of its own (DNS rebinding)."""
         given = headers.getlist("host")
         name = _name(given[0]) if len(given) == 1 else None
         if name is None:
-            raise HTTPException(400, "A request names its server once, in the Host header.")
+            raise Refused(Refusal.HOST, 400, "A request names its server once, in the Host header.")
         if self._names is not None and name not in self._names:
-            raise HTTPException(
-                421, f'This server is not known as "{name}": http.hosts may name it so.'
+            raise Refused(
+                Refusal.HOST,
+                421,
+                f'This server is not known as "{name}": http.hosts may name it so.',
             )
 
     def _check_origin(self, headers: Headers) -> None:
@@ -146,24 +170,44 @@ class Access:
         for origin in headers.getlist("origin"):
             place = origin.partition("://")[2]
             if place != headers["host"] and _name(place) not in self._hosts:
-                raise HTTPException(
-                    403, "A page of another server wants this change: http.hosts may allow it."
+                raise Refused(
+                    Refusal.ORIGIN,
+                    403,
+                    "A page of another server wants this change: http.hosts may allow it.",
                 )
 
     def _right(self, headers: Headers, client: str, now: float) -> Right:
-        """Return what the sender may do, READ at least. Raises HTTPException."""
+        """Return what the sender may do, READ at least. Raises Refused."""
         if not self._tokens.wanted:
             return Right.CHANGE
         given = headers.getlist("authorization")
         if not given:
-            raise _unauthorised("This server wants a token: Authorization: Bearer, and the token.")
-        _wait(self._failed_logins.wait(client, now), "Too many wrong tokens")
+            said = "This server wants a token: Authorization: Bearer, and the token."
+            raise _unauthorised(Refusal.NO_LOGIN, said)
+        wait = self._failed_logins.wait(client, now)
+        _wait(Refusal.LOGIN_RATE, wait, "Too many wrong tokens")
         right = self._tokens.right(given[0]) if len(given) == 1 else Right.NOTHING
         if right is Right.NOTHING:
             self._failed_logins.take(client, now)
             self._tell(client, now)
-            raise _unauthorised("This is not the server's token.", ', error="invalid_token"')
+            said = "This is not the server's token."
+            raise _unauthorised(Refusal.WRONG_LOGIN, said, ', error="invalid_token"')
         return right
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Return a `receive` that raises Refused once a body is too large, whatever it said."""
+        left = BODY_BYTES_AT_MOST
+
+        async def counted() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                self._refused.labels(Refusal.SIZE).inc()
+                raise _too_large()
+            return message
+
+        return counted
 
     def _tell(self, client: str, now: float) -> None:
         if now >= self._log_after:
@@ -231,21 +275,6 @@ def _check_size(headers: Headers) -> None:
             raise _too_large()
 
 
-def _bounded(receive: Receive) -> Receive:
-    """Return a `receive` that raises HTTPException once a body is too large, whatever it said."""
-    left = BODY_BYTES_AT_MOST
-
-    async def counted() -> Message:
-        nonlocal left
-        message = await receive()
-        left -= len(message.get("body", b""))
-        if left < 0:
-            raise _too_large()
-        return message
-
-    return counted
-
-
 def _name(place: str) -> str | None:
     """Return the name in a host with or without a port, or None if there is none."""
     match = _HOST.fullmatch(place)
@@ -274,15 +303,16 @@ def _network(scope: Scope) -> str:
     return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
 
 
-def _too_large() -> HTTPException:
-    return HTTPException(413, _TOO_LARGE, {"Connection": "close"})
+def _too_large() -> Refused:
+    return Refused(Refusal.SIZE, 413, _TOO_LARGE, {"Connection": "close"})
 
 
-def _unauthorised(detail: str, error: str = "") -> HTTPException:
-    return HTTPException(401, detail, {"WWW-Authenticate": f'Bearer realm="kvtier"{error}'})
+def _unauthorised(reason: Refusal, detail: str, error: str = "") -> Refused:
+    return Refused(reason, 401, detail, {"WWW-Authenticate": f'Bearer realm="kvtier"{error}'})
 
 
-def _wait(seconds: float, what: str) -> None:
+def _wait(reason: Refusal, seconds: float, what: str) -> None:
     if seconds:
         whole = math.ceil(seconds)
-        raise HTTPException(429, f"{what}: try again in {whole} s.", {"Retry-After": str(whole)})
+        said = f"{what}: try again in {whole} s."
+        raise Refused(reason, 429, said, {"Retry-After": str(whole)})

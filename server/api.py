@@ -63,7 +63,7 @@ def build_app(
         readings.refresh_metrics()
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    app.add_middleware(Access, options=access_options(settings))
+    app.add_middleware(Access, options=access_options(settings), metrics=metrics)
     app.add_exception_handler(StarletteHTTPException, _http_problem)
     app.add_exception_handler(RequestValidationError, _validation_problem)
     app.add_exception_handler(Exception, _server_problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -18,6 +19,26 @@ from .sizes import shown
 RULE = "a token is 16 to 512 visible ASCII characters without spaces: openssl rand -hex 32"
 _TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
 _NAME = re.compile(r"[a-z0-9._-]{1,253}")
+
+
+class Refusal(StrEnum):
+    """Why the control plane did not let a request in."""
+
+    HOST = "host"
+    """It names no server, or another one."""
+    NO_LOGIN = "no_login"
+    """It has no token."""
+    WRONG_LOGIN = "wrong_login"
+    LOGIN_RATE = "login_rate"
+    """Too many wrong tokens came from its address."""
+    SCOPE = "scope"
+    """Its token may only read."""
+    ORIGIN = "origin"
+    """A web page of another server wants a change."""
+    CHANGE_RATE = "change_rate"
+    """Too many changes came from its address."""
+    SIZE = "size"
+    """Its body is too large."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from .core import (
     WaitOutcome,
     WriteOutcome,
 )
+from .http_section import Refusal
 from .policies import POLICIES
 
 TENANT_LABELS_AT_MOST = 200
@@ -71,6 +72,7 @@ class Metrics:
             self._begin_lower(tier)
         self._add_sessions(reg)
         self._add_loop(reg)
+        self._add_http(reg)
 
     def _add_traffic(self, reg: CollectorRegistry) -> None:
         self.lookups = Counter("kvtier_lookups", "Prefix lookups by engines.", registry=reg)
@@ -157,6 +159,14 @@ class Metrics:
             buckets=LATENCY_BUCKETS,
             registry=reg,
         )
+
+    def _add_http(self, reg: CollectorRegistry) -> None:
+        self.http_refusals = Counter(
+            "kvtier_http_refusals", "HTTP requests that were not let in, by why not.", ["reason"],
+            registry=reg,
+        )  # fmt: skip
+        for reason in Refusal:
+            self.http_refusals.labels(reason)
 
     # What only the tiers below the host tier have.
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvtier.access import (
     ADDRESSES_AT_MOST,
     BODY_BYTES_AT_MOST,
+    QUESTIONS,
     Access,
     AccessOptions,
     Buckets,
@@ -18,7 +19,8 @@ from kvtier.access import (
 )
 from kvtier.api import build_app
 from kvtier.config import load_settings
-from kvtier.http_section import HttpTokens
+from kvtier.http_section import HttpTokens, Refusal
+from kvtier.metrics import Metrics
 from support import hierarchy
 
 CHANGE = "change-token-0123456789"
@@ -55,7 +57,8 @@ class Door:
     def __init__(self, app=None, **options):
         self.clock = Clock()
         self.asked = 0
-        self.access = Access(app or self._serve, AccessOptions(**options), self.clock)
+        self.metrics = Metrics()
+        self.access = Access(app or self._serve, AccessOptions(**options), self.metrics, self.clock)
 
     async def _serve(self, scope, receive, send):
         self.asked += 1
@@ -63,6 +66,11 @@ class Door:
             pass
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"served"})
+
+    def refused(self):
+        """Return how many requests were not let in, by reason, of those that there were."""
+        counts = {one: self.metrics.http_refusals.labels(one)._value.get() for one in Refusal}
+        return {reason: count for reason, count in counts.items() if count}
 
     def ask(self, method="GET", path="/v1/stats", *, token=None, body=(b"",), client="127.0.0.1",
             **headers):  # fmt: skip
@@ -105,7 +113,7 @@ def test_without_tokens_everything_is_served_on_loopback():
         assert Door().ask(method).served
 
 
-def test_probes_need_no_token_and_everything_else_does():
+def test_probes_need_no_login_and_everything_else_does():
     door = Door(tokens=TOKENS)
     assert door.ask(path="/healthz").served
     assert door.ask(path="/readyz").served
@@ -130,6 +138,32 @@ def test_only_the_first_token_changes(method):
     assert answer.status == 403
     assert "insufficient_scope" in answer.headers["www-authenticate"]
     assert door.ask(method).status == 401
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_who_may_read_may_ask_questions_that_have_a_body(question):
+    method, path = question
+    door = Door(tokens=TOKENS)
+    assert door.ask(method, path, token=READ).served
+    assert door.ask(method, path, token=CHANGE).served
+    assert door.ask(method, path).status == 401
+    assert door.ask(method, path, token="wrong" * 4).status == 401
+    for other in (f"{path}/", f"{path}/x", path.upper(), "/v1/blocks/drop"):
+        assert door.ask(method, other, token=READ).status == 403
+    assert door.ask("PATCH", path, token=READ).status == 403
+
+
+def test_every_question_is_a_route_of_the_application(app):
+    routes = app.openapi()["paths"]
+    assert all(method.lower() in routes[path] for method, path in QUESTIONS)
+
+
+def test_questions_are_slowed_down_like_changes_and_pages_of_others_may_ask_none():
+    door = Door(tokens=TOKENS, changes=Rate(1, 1.0))
+    path = "/v1/blocks/lookup"
+    assert door.ask("POST", path, token=READ, origin="http://evil.example").status == 403
+    assert door.ask("POST", path, token=READ).served
+    assert door.ask("POST", path, token=READ).status == 429
 
 
 def test_with_a_reading_token_alone_nobody_changes_anything():
@@ -194,7 +228,7 @@ def test_every_token_is_compared_with_both_in_constant_time(monkeypatch, token):
     assert compared == [(32, 32), (32, 32)]
 
 
-def test_the_middleware_keeps_no_token():
+def test_the_middleware_keeps_no_login():
     access = Door(tokens=TOKENS).access
     assert CHANGE not in f"{vars(access)} {vars(access._tokens)}"
     assert CHANGE not in repr(AccessOptions(tokens=TOKENS))
@@ -304,13 +338,14 @@ def test_a_body_that_turns_out_too_large_is_refused_whatever_it_said(app, header
     headers = {"content_type": "application/json"} | headers
     answer = door.ask("POST", "/echo", body=[b'{"a": "', MIB[:-5], b"xxxxx", b'"}'], **headers)
     assert (answer.status, answer.headers["connection"]) == (413, "close")
+    assert door.refused() == {Refusal.SIZE: 1}
     assert door.ask("POST", "/echo", body=[b'{"a": ', b'"b"}'], **headers).text == "1"
 
 
 # Rates.
 
 
-def test_wrong_tokens_are_slowed_down_by_address_and_right_ones_with_them():
+def test_wrong_logins_are_slowed_down_by_address_and_right_ones_with_them():
     door = Door(tokens=TOKENS, failed_logins=Rate(3, 0.5))
     for _ in range(3):
         assert door.ask(token="wrong" * 4).status == 401
@@ -335,6 +370,32 @@ def test_changes_are_slowed_down_by_address_and_reads_are_not():
     door.clock.now += 1
     assert door.ask("POST").served
     assert door.ask("POST").status == 429
+
+
+def test_refusals_are_counted_by_reason():
+    door = Door(tokens=TOKENS, failed_logins=Rate(2, 0.1), changes=Rate(1, 1.0))
+    door.ask(token=READ)
+    door.ask("POST", token=CHANGE)
+    assert door.refused() == {}
+    door.ask(host="evil.example")
+    door.ask()
+    for _ in range(4):
+        door.ask(token="wrong" * 4, client="127.0.0.2")
+    door.ask("POST", token=READ)
+    door.ask("POST", token=CHANGE, origin="http://evil.example")
+    door.ask("POST", token=CHANGE)
+    door.ask("POST", token=CHANGE, content_length=str(len(MIB) + 1))
+    assert door.refused() == {
+        Refusal.HOST: 1,
+        Refusal.NO_LOGIN: 1,
+        Refusal.WRONG_LOGIN: 2,
+        Refusal.LOGIN_RATE: 2,
+        Refusal.SCOPE: 1,
+        Refusal.ORIGIN: 1,
+        Refusal.CHANGE_RATE: 1,
+        Refusal.SIZE: 1,
+    }
+    assert {*door.refused()} == {*Refusal}
 
 
 def test_changes_that_are_refused_do_not_count():
@@ -397,7 +458,7 @@ def test_many_addresses_leave_the_default_bound():
     assert len(door.access._changes) == ADDRESSES_AT_MOST
 
 
-def test_a_wrong_token_is_logged_once_a_minute_without_it(caplog):
+def test_a_wrong_login_is_logged_once_a_minute_without_it(caplog):
     door = Door(tokens=TOKENS, failed_logins=Rate(1000, 1.0))
     for _ in range(5):
         door.ask(token="guessed-guessed-guessed")

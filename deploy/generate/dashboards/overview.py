@@ -163,6 +163,13 @@ OVERVIEW = Dashboard(
                     width=6,
                 ),
                 Panel(
+                    "HTTP requests that are not let in",
+                    "By reason; docs/runbooks.md has what to do about many refused logins.",
+                    [Query(each("reason", rate("kvtier_http_refusals_total")), "{{reason}}")],
+                    Unit.A_SECOND,
+                    width=6,
+                ),
+                Panel(
                     "Recordings",
                     "Lookups for kvtier replay; nothing without recording.path.",
                     [Query(each("outcome", rate("kvtier_recorded_lookups_total")), "{{outcome}}")],
