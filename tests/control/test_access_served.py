@@ -63,12 +63,6 @@ def test_another_name_is_refused_by_a_real_server(serve):
     assert send(server, "GET", "/v1/stats", Host="kv.internal")[0] == 200
 
 
-def test_a_body_that_is_too_large_is_refused_by_a_real_server(guarded):
-    status, _, text = send(guarded, "POST", "/v1/stats", CHANGE, b"x" * (2 << 20))
-    assert (status, json.loads(text)["status"]) == (413, 413)
-    assert send(guarded, "GET", "/v1/stats", READ)[0] == 200
-
-
 def raw(server, *pieces):
     """Send bytes as they are, until the server has closed; return what it said."""
     parts = urlsplit(server.url)
@@ -81,6 +75,17 @@ def raw(server, *pieces):
             while piece := sock.recv(65536):
                 said += piece
     return said.decode()
+
+
+def test_a_body_that_is_too_large_is_refused_by_a_real_server(guarded):
+    head = (
+        f"POST /v1/stats HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {CHANGE}\r\n"
+        f"Content-Length: {2 << 20}\r\n\r\n"
+    )
+    said = raw(guarded, head.encode())  # Whoever still sends when it closes may lose the answer.
+    assert said.startswith("HTTP/1.1 413 ")
+    assert json.loads(said.partition("\r\n\r\n")[2])["status"] == 413
+    assert send(guarded, "GET", "/v1/stats", READ)[0] == 200
 
 
 def test_a_chunked_body_is_counted_by_a_real_server(guarded):
