@@ -19,6 +19,7 @@ from . import fleet, host
 from .disk import disk_tier
 from .findings import Finding, Level, problem, well
 from .redis import redis_tier
+from .state import state
 
 _MARKS = {Level.OK: ("✓", "green"), Level.WARNING: ("!", "yellow"), Level.PROBLEM: ("✗", "red")}
 
@@ -62,6 +63,7 @@ def examine(options: DoctorOptions) -> list[Finding]:
         host.shared_memory(),
         host.huge_pages(settings, running=running is not None),
         host.socket_folder(settings),
+        *state(settings),
         *host.secret_files(settings),
         *host.extras(settings),
         *disk_tier(settings.disk, running.used(Tier.DISK) if running else None),

@@ -13,10 +13,11 @@ from kvtier import protocol as wire
 from kvtier.client import Client, ClientOptions
 from kvtier.config import load_settings
 from kvtier.core import LowerDetails, Manifest, NamespaceReading, Role, Tier, TierReading, WriteMode
-from kvtier.doctor import fleet, host
+from kvtier.doctor import fleet, host, state
 from kvtier.doctor.disk import Bounds, disk_tier, measure
 from kvtier.doctor.findings import Level
 from kvtier.doctor.redis import redis_tier
+from kvtier.live import state_folder
 from kvtier.stats import Stats
 from kvtier.tiers import compression
 from support import MANIFEST, manifest
@@ -177,6 +178,63 @@ def test_a_folder_that_shuts_the_group_out_is_a_problem(settings, tmp_path):
     check_fix(host.socket_folder(chosen), Level.PROBLEM, "allow_group", "chgrp root")
     (tmp_path / "run").chmod(0o711)
     assert host.socket_folder(chosen).level is Level.OK
+
+
+def test_the_state_that_a_server_keeps_is_well_where_it_can_be_written(settings, tmp_path):
+    made = settings(state=str(tmp_path / "to be made"))
+    (found,) = state.state(made)
+    assert (found.level, "0 changed settings" in found.said) == (Level.OK, True)
+    assert not (tmp_path / "to be made").exists()
+    folder = state_folder(made)
+    folder.mkdir(parents=True)
+    (folder / "settings.json").write_text(
+        '{"format": 1, "version": 3, "changes": {"host.policy": "lru"}}'
+    )
+    (found,) = state.state(made)
+    assert (found.level, "1 changed settings" in found.said) == (Level.OK, True)
+
+
+def test_kept_settings_that_stop_a_start_are_a_problem(settings, tmp_path):
+    made = settings(state=str(tmp_path / "state"))
+    folder = state_folder(made)
+    folder.mkdir(parents=True)
+    (folder / "settings.json").write_text('{"format": 1, "version": 3, "changes": {"no": 1}}')
+    (found,) = state.state(made)
+    assert found.level is Level.PROBLEM
+    assert "--reset-settings" in found.said
+
+
+def test_a_state_that_cannot_be_kept_is_warned_of(settings, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for path in ("/proc/kvtier/state", str(tmp_path / "file")):
+        _, *found = state.state(settings(state=path))
+        assert [one.level for one in found] == [Level.WARNING]
+        assert "would be forgotten at a restart" in found[0].said
+    monkeypatch.setattr(state, "ROOM_BYTES", 1 << 62)
+    _, found = state.state(settings(state=str(tmp_path)))
+    assert (found.level, "of room" in found.said) == (Level.WARNING, True)
+
+
+def test_a_state_that_others_may_change_is_warned_of(settings, tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir()
+    made = settings(state=str(folder))
+    folder.chmod(0o777)
+    _, found = state.state(made)
+    assert (found.level, "Anyone may write" in found.said) == (Level.WARNING, True)
+    folder.chmod(0o700)
+    assert len(state.state(made)) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_state_that_is_somebody_elses_is_warned_of(settings, tmp_path):
+    made = settings(state=str(tmp_path / "state"))
+    folder = state_folder(made)
+    folder.mkdir(parents=True)
+    os.chown(folder, 4711, 4711)
+    _, found = state.state(made)
+    assert found.level is Level.WARNING
+    assert f"{folder} belongs to user 4711" in found.said
 
 
 def test_a_secret_that_anyone_may_read_is_warned_of(settings, tmp_path):
@@ -379,7 +437,7 @@ def test_a_host_with_a_good_server_has_no_problem(serve, kvtier, tmp_path):
     assert code == 0, found
     checks = [finding["check"] for finding in found]
     for check in ("settings", "memory", "memlock", "shared memory", "huge pages", "socket",
-                  "extras", "disk tier", "Redis tier", "server", "sharing"):  # fmt: skip
+                  "state", "extras", "disk tier", "Redis tier", "server", "sharing"):  # fmt: skip
         assert check in checks
     assert any(finding["said"] == "The disk tier is up." for finding in found)
     assert [each for each in (tmp_path / "blocks").iterdir() if "doctor" in each.name] == []
