@@ -11,31 +11,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
 from ..core import BlockKey
 from .base import EvictionPolicy, Known, PolicyState, credited_uses
+from .heap import NOWHERE, Heap
 from .links import MOST_USES
 from .tree import TreeNode, plant
 
 DOUBLE_COST_DEPTH = 2048
 """Blocks before a block that make it cost twice as much as the first one."""
-STALE_AT_LEAST = 64
-"""Entries of the heap beyond two for each block before it is made anew."""
 
 
 class GDSF(EvictionPolicy):
-    """Leaf GDSF. Every operation is O(log n) a block."""
+    """Leaf GDSF. Every operation is O(log n) a block, and the first step of a walk over the victims
+    takes back what the last one passed over.
+    """
 
     name: ClassVar[str] = "gdsf"
 
     def __init__(self) -> None:
         self._nodes: dict[BlockKey, _Node] = {}
-        self._heap: list[tuple[float, int, _Node]] = []
-        """Worth, number of the entry, block; an entry whose number is not its block's is stale."""
-        self._passed: list[tuple[float, int, _Node]] = []
-        """Entries taken off the heap by a walk over the victims."""
+        self._leaves: Heap[_Node] = Heap()
+        """By worth, and by when they came to have it."""
+        self._passed: list[_Node] = []
+        """What a walk over the victims took out of there. Some may be gone by now."""
         self._entries = 0
         self._floor = 0.0
         """Worth of the block that was evicted last."""
@@ -46,9 +46,11 @@ class GDSF(EvictionPolicy):
         for key in keys:
             self._insert(key, weight, parent)
             parent = key
+        if keys:
+            self._enter(self._nodes[keys[-1]])
 
     def _insert(self, key: BlockKey, weight: int, parent: BlockKey | None) -> None:
-        """Take in a block; its parent is no leaf any more."""
+        """Take in a block, which may be a leaf; its parent is none any more."""
         assert key not in self._nodes, "a block is inserted once"
         above = None if parent is None else self._nodes.get(parent)
         node = self._nodes[key] = _Node(key, weight, parent)
@@ -56,9 +58,10 @@ class GDSF(EvictionPolicy):
         if above is not None:
             node.depth = above.depth + 1
             above.entry = 0
+            if above.place != NOWHERE:
+                self._leaves.take(above)
         node.request = self._requests
         node.worth = self._floor + node.density()
-        self._enter(node)
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Raise the worth of the chain's blocks."""
@@ -75,7 +78,8 @@ class GDSF(EvictionPolicy):
     def remove(self, key: BlockKey) -> None:
         """Forget a block; its parent may be a leaf now."""
         node = self._nodes.pop(key)
-        node.entry = 0
+        if node.place != NOWHERE:
+            self._leaves.take(node)
         above = node.above
         if above is not None:
             above.children -= 1
@@ -89,20 +93,21 @@ class GDSF(EvictionPolicy):
 
     def victims(self) -> Iterator[BlockKey]:
         """Yield leaves, the one of least worth first."""
-        for entry in self._passed:
-            heappush(self._heap, entry)
+        leaves = self._leaves
+        for node in self._passed:
+            gone = self._nodes.get(node.key) is not node or node.children
+            if not gone and node.place == NOWHERE:
+                leaves.put(node, (node.worth, node.entry))
         self._passed = []
-        while self._heap:
-            entry = heappop(self._heap)
-            worth, number, node = entry
-            if number != node.entry:
-                continue
-            if node.request == self._requests and worth < self._floor + node.density():
+        while leaves:
+            node = leaves.first
+            if node.request == self._requests and node.worth < self._floor + node.density():
                 # It came after what went for it, wherever the tier made room first.
                 node.worth = self._floor + node.density()
                 self._enter(node)
                 continue
-            self._passed.append(entry)  # Before the caller has it: a walk may end at any time.
+            leaves.take(node)
+            self._passed.append(node)  # Before the caller has it: a walk may end at any time.
             yield node.key
 
     def export(self) -> PolicyState:
@@ -138,23 +143,20 @@ class GDSF(EvictionPolicy):
         return self._nodes
 
     def _enter(self, node: _Node) -> None:
-        """Put a leaf on the heap, instead of where it was."""
+        """Put a leaf where its worth belongs, instead of where it was."""
         self._entries += 1
         node.entry = self._entries
-        heappush(self._heap, (node.worth, node.entry, node))
-        if len(self._heap) > 2 * len(self._nodes) + STALE_AT_LEAST:
-            self._heap = [entry for entry in self._heap if entry[1] == entry[2].entry]
-            heapify(self._heap)
+        self._leaves.put(node, (node.worth, node.entry))
 
 
 class _Node(TreeNode):
     """A block of GDSF.
 
-    `entry` is the number of its entry in the heap, 0 if it has none; `request` the number of
-    the request that brought it.
+    `entry` counts when it came to be a leaf of its worth, `place` is its place among the leaves;
+    `request` is the number of the request that brought it.
     """
 
-    __slots__ = ("depth", "entry", "request", "worth")
+    __slots__ = ("depth", "entry", "place", "request", "worth")
 
     def __init__(
         self, key: BlockKey, weight: int, parent: BlockKey | None = None, uses: int = 1
@@ -162,6 +164,7 @@ class _Node(TreeNode):
         super().__init__(key, weight, parent, uses)
         self.depth = 0
         self.entry = 0
+        self.place = NOWHERE
         self.request = 0
         self.worth = 0.0
 
