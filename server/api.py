@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, FastAPI, HTTPException, Path, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -22,10 +24,15 @@ from .config import Settings
 from .core import NamespaceReading, SessionReading, TenantReading, TierReading
 from .hierarchy import Hierarchy
 from .metrics import Metrics
-from .problems import Problem, problem
+from .problems import problem, problems
 from .readings import Readings
 from .routes_blocks import block_router
+from .sections import not_one_of
+from .sizes import shown
 from .stats import Stats, read_stats
+
+NAME_AT_MOST = 64
+"""Characters of a name in a path."""
 
 
 class Health(BaseModel):
@@ -49,20 +56,18 @@ def build_app(
         title="kvtier",
         version=__version__,
         description="Control plane of a tiered KV cache server for vLLM.",
-        responses={"default": {"model": Problem, "description": "A problem document."}},
+        responses=problems(400, 413, 421),
     )
     _add_health(app, ready)
     readings = Readings(hierarchy)
-    _add_readings(app, readings, ready)
-    for router in (block_router(hierarchy), *routers):
-        app.include_router(router)
-
-    @app.get("/metrics", response_class=Response)
-    async def metrics_text() -> Response:
-        """All metrics in Prometheus's text format."""
-        readings.refresh_metrics()
-        return Response(metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
+    guarded = (_metrics_router(metrics, readings), _readings_router(readings, ready))
+    login = HTTPBearer(auto_error=False, description="Needed once http.token or read_token is set.")
+    for router in (*guarded, block_router(hierarchy), *routers):
+        app.include_router(
+            router,
+            responses=problems(401, 422, 429),
+            dependencies=[Security(login), Depends(_check_query)],
+        )
     app.add_middleware(Access, options=access_options(settings), metrics=metrics)
     app.add_exception_handler(StarletteHTTPException, _http_problem)
     app.add_exception_handler(RequestValidationError, _validation_problem)
@@ -76,7 +81,7 @@ def _add_health(app: FastAPI, ready: Callable[[], bool]) -> None:
         """Whether the event loop answers."""
         return Health()
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses=problems(503))
     async def readyz() -> Health:
         """Whether all memory is allocated. Blocks can be stored before that, but fewer."""
         if not ready():
@@ -84,19 +89,37 @@ def _add_health(app: FastAPI, ready: Callable[[], bool]) -> None:
         return Health()
 
 
-def _add_readings(app: FastAPI, readings: Readings, ready: Callable[[], bool]) -> None:
-    @app.get("/v1/stats")
+def _metrics_router(metrics: Metrics, readings: Readings) -> APIRouter:
+    router = APIRouter()
+
+    @router.get(
+        "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}}
+    )
+    async def metrics_text() -> Response:
+        """All metrics in Prometheus's text format."""
+        readings.refresh_metrics()
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    return router
+
+
+def _readings_router(readings: Readings, ready: Callable[[], bool]) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/stats")
     async def stats() -> Stats:
         """Totals since the start: lookups, tokens asked and served by tier, stores by outcome."""
         return read_stats(readings, ready=ready())
 
-    @app.get("/v1/tiers")
+    @router.get("/v1/tiers")
     async def tiers() -> list[TierReading]:
         """State of all tiers of this server."""
         return readings.tiers()
 
-    @app.get("/v1/tiers/{tier}")
-    async def one_tier(tier: Annotated[str, Path(description="Name of a tier.")]) -> TierReading:
+    @router.get("/v1/tiers/{tier}", responses=problems(404))
+    async def one_tier(
+        tier: Annotated[str, Path(max_length=NAME_AT_MOST, description="Name of a tier.")],
+    ) -> TierReading:
         """State of one tier."""
         known = {reading.tier.value: reading for reading in readings.tiers()}
         if tier not in known:
@@ -104,20 +127,33 @@ def _add_readings(app: FastAPI, readings: Readings, ready: Callable[[], bool]) -
             raise HTTPException(404, f'There is no tier "{tier}" here; there is: {names}.')
         return known[tier]
 
-    @app.get("/v1/sessions")
+    @router.get("/v1/sessions")
     async def sessions() -> list[SessionReading]:
         """Open data-plane sessions: the halves of the engines that are connected."""
         return readings.sessions()
 
-    @app.get("/v1/namespaces")
+    @router.get("/v1/namespaces")
     async def namespaces() -> list[NamespaceReading]:
         """Namespaces with their manifests: engines share blocks only inside one."""
         return readings.namespaces()
 
-    @app.get("/v1/tenants")
+    @router.get("/v1/tenants")
     async def tenants() -> list[TenantReading]:
         """Totals of each tenant since the start; those beyond a thousand count as one, `other`."""
         return readings.tenants()
+
+    return router
+
+
+async def _check_query(request: Request) -> None:
+    """A query that is misspelt would be passed over: a dry run would be none."""
+    route = request.scope["route"]
+    assert isinstance(route, APIRoute), "only such routes are included"
+    known = [field.alias for field in route.dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            what = not_one_of(name, known) if known else f"{shown(name)} means nothing here"
+            raise HTTPException(422, f"query: {what}.")
 
 
 async def _http_problem(request: Request, error: Exception) -> Response:

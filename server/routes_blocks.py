@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from typing import Annotated, Literal, TypeVar
 
-from fastapi import APIRouter, HTTPException, Query, Response
+from fastapi import APIRouter, HTTPException, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .block_readings import (
@@ -31,6 +31,7 @@ from .hierarchy import Hierarchy
 from .pins import Pin, PinRefused
 from .prefetch import PrefetchRefused
 from .prefixes import BadCursor, Order, list_prefixes
+from .problems import problems
 from .walking import AT_ONCE, Work
 
 T = TypeVar("T")
@@ -39,6 +40,8 @@ log = logging.getLogger("kvtier.blocks")
 TOKENS_AT_MOST = 131_072
 KEYS_AT_MOST = 8_192
 TTL_SECONDS_AT_MOST = 30 * 86_400
+PIN_NAME_AT_MOST = 64
+"""Characters of the name of a pin in a path."""
 DROP_SECONDS = 3.0
 """After which a drop is answered with what has gone so far; it goes on."""
 
@@ -112,7 +115,7 @@ def block_router(cache: Hierarchy) -> APIRouter:
 
 
 def _add_prompts(router: APIRouter, cache: Hierarchy) -> None:
-    @router.post("/v1/blocks/lookup")
+    @router.post("/v1/blocks/lookup", responses=problems(403, 404, 409))
     async def lookup(prompt: WholePrompt) -> LookupReading:
         """Which tiers hold which blocks of a prompt. Counts as no use."""
         space, keys = await _parse(cache, prompt)
@@ -123,7 +126,7 @@ def _add_prompts(router: APIRouter, cache: Hierarchy) -> None:
             space.digest, tokens, len(keys), matched, matched * tokens, held.readings()
         )
 
-    @router.post("/v1/blocks/prefetch", status_code=202)
+    @router.post("/v1/blocks/prefetch", status_code=202, responses=problems(403, 404, 409))
     async def begin_prefetch(prompt: WholePrompt) -> PrefetchReading:
         """Bring what lower tiers have of a prompt to the host tier, after waiting requests."""
         space, keys = await _parse(cache, prompt)
@@ -135,7 +138,7 @@ def _add_prompts(router: APIRouter, cache: Hierarchy) -> None:
 
 
 def _add_walks(router: APIRouter, cache: Hierarchy, walks: _Walks) -> None:
-    @router.post("/v1/blocks/drop")
+    @router.post("/v1/blocks/drop", responses=problems(403, 404, 409))
     async def drop(request: DropRequest) -> DropReading:
         """Drop a namespace, or a block with all that continues it. Goes on if it takes long."""
         space = _namespace(cache, request.namespace)
@@ -151,7 +154,7 @@ def _add_walks(router: APIRouter, cache: Hierarchy, walks: _Walks) -> None:
         gone = [dataclasses.replace(each) for each in one.gone]
         return DropReading(space.digest, done, request.dry_run, gone)
 
-    @router.get("/v1/prefixes")
+    @router.get("/v1/prefixes", responses=problems(404))
     async def prefixes(
         namespace: Digest = None,
         tier: Literal["host"] = "host",  # noqa: ARG001  # The others know no chains.
@@ -178,7 +181,7 @@ def _add_pins(router: APIRouter, cache: Hierarchy) -> None:
         found = [_reading(cache, pin) for pin in kept]
         return PinList(kept.pinned_bytes, kept.budget_bytes, found)
 
-    @router.post("/v1/pins", status_code=201)
+    @router.post("/v1/pins", status_code=201, responses=problems(403, 404, 409))
     async def add_pin(request: PinRequest) -> PinReading:
         """Keep what the host tier has of a prompt for a time. Ends with the server, or a reset."""
         space, keys = await _parse(cache, request)
@@ -188,8 +191,8 @@ def _add_pins(router: APIRouter, cache: Hierarchy) -> None:
             raise HTTPException(409, str(refused)) from None
         return _reading(cache, pin)
 
-    @router.delete("/v1/pins/{pin}", status_code=204)
-    async def remove_pin(pin: str) -> Response:
+    @router.delete("/v1/pins/{pin}", status_code=204, responses=problems(403, 404))
+    async def remove_pin(pin: Annotated[str, Path(max_length=PIN_NAME_AT_MOST)]) -> Response:
         """End a pin; its blocks go when they are the coldest."""
         if not cache.pins.remove(pin):
             raise HTTPException(404, f'There is no pin "{pin}": it may have ended by itself.')

@@ -14,6 +14,7 @@ from .errors import SettingsError
 from .guard import GuardOptions
 from .live import LIVE, Live, StaleError, Wish
 from .policies import POLICIES
+from .problems import problems
 from .sections import Scalar
 
 PAGE_AT_MOST = 500
@@ -117,7 +118,7 @@ def settings_router(live: Live) -> APIRouter:
         """The settings in force, as a settings file would hold them."""
         return live.settings.effective()
 
-    @router.patch("/v1/settings")
+    @router.patch("/v1/settings", responses=problems(403, 412, 428))
     async def change_settings(
         request: Request,
         response: Response,
@@ -128,7 +129,7 @@ def settings_router(live: Live) -> APIRouter:
         """Change settings, all or none of them."""
         return await _change(live, request, response, wish.changes, wish.guard, if_match, dry_run)
 
-    @router.patch("/v1/tiers/{tier}")
+    @router.patch("/v1/tiers/{tier}", responses=problems(403, 412, 428))
     async def change_tier(
         request: Request,
         response: Response,

@@ -17,7 +17,7 @@ PIECE = 64
 FEW, MANY = 512, 4096
 """Blocks, eight times as many in the second case."""
 BOUNDED = sorted(POLICIES.keys() - {"s3fifo"})
-"""S3-FIFO looks for its victims: it passes over each block once for each of its uses, three at most."""
+"""S3-FIFO looks for its victims: it passes over a block once for each use, three times at most."""
 
 
 @contextmanager
