@@ -214,6 +214,17 @@ class Metrics:
             registry=reg,
         )  # fmt: skip
 
+        self.tier_read_rate = Gauge(
+            "kvtier_tier_read_bytes_per_second",
+            "Bandwidth of a tier's reads, as measured lately; 0 before the first ones.",
+            ["tier"], registry=reg,
+        )  # fmt: skip
+        self.tier_latency_seconds = Gauge(
+            "kvtier_tier_latency_seconds",
+            "Time of a question without payload, as measured lately; 0 before the first one.",
+            ["tier"], registry=reg,
+        )  # fmt: skip
+
     def _add_codec(self, reg: CollectorRegistry) -> None:
         self.codec_raw_bytes = Counter(
             "kvtier_codec_raw_bytes", "Bytes of blocks that were to be compressed.", ["tier"],
@@ -259,7 +270,14 @@ class Metrics:
 
     def _begin_lower(self, tier: Tier) -> None:
         """Let every label combination of one tier start at 0."""
-        for gauge in (self.capacity_bytes, self.used_bytes, self.blocks, self.tier_up):
+        for gauge in (
+            self.capacity_bytes,
+            self.used_bytes,
+            self.blocks,
+            self.tier_up,
+            self.tier_read_rate,
+            self.tier_latency_seconds,
+        ):
             gauge.labels(tier)
         for counter in (
             self.breaker_openings,

@@ -97,6 +97,8 @@ class Readings:
                 metrics.slots.labels(state).set(count)
             if (lower := reading.lower) is not None:
                 metrics.tier_up.labels(reading.tier).set(lower.up)
+                metrics.tier_read_rate.labels(reading.tier).set(lower.read_bandwidth or 0.0)
+                metrics.tier_latency_seconds.labels(reading.tier).set(lower.latency or 0.0)
                 metrics.queued_bytes.labels(reading.tier, "read").set(lower.queued_read_bytes)
                 metrics.queued_bytes.labels(reading.tier, "write").set(lower.queued_write_bytes)
         for role in Role:

@@ -202,6 +202,7 @@ def test_a_key_that_stands_twice_is_refused(load):
     ],
 )
 def test_a_variable_that_is_no_setting_is_named_with_the_right_spelling(monkeypatch, name, nearest):
+    """Case B47."""
     monkeypatch.setenv(name, "1GiB")
     sentence = refusal(load_settings)
     assert f"variable {name} is not a setting" in sentence
@@ -288,6 +289,7 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_do_not_stop_th
 
 @pytest.mark.parametrize("size", ["5", '"5"', '"10%"', "20G", "-1", "0", "null", "yes", "[1GiB]"])
 def test_a_size_without_a_unit_is_refused_naming_the_key_and_a_good_example(load, size):
+    """Case B47."""
     sentence = refusal(load, f"host: {{capacity: {size}}}")
     assert sentence.startswith("host.capacity (in ")
     assert re.search(r'for example "\d+GiB"', sentence)

@@ -31,6 +31,7 @@ from kvtier.lowers import options_of
 from kvtier.metrics import Metrics
 from kvtier.policies import POLICIES
 from kvtier.protocol import Asked
+from kvtier.readings import Readings
 from kvtier.tiers.compression import CodecMissing
 from kvtier.tiers.host import HostOptions, HostTier
 from kvtier.tiers.slab import HugePages
@@ -260,6 +261,20 @@ async def test_requests_go_on_while_a_policy_is_handed_over(site, monkeypatch):
     gate.set()
     await one.until(lambda: pool.policy.name == "arc")
     check_integrity(one.cache)
+
+
+async def test_the_gauges_have_what_was_measured_of_a_tier(site):
+    one = await site()
+
+    def shown():
+        Readings(one.cache).refresh_metrics()
+        gauges = (one.metrics.tier_read_rate, one.metrics.tier_latency_seconds)
+        return [gauge.labels("disk")._value.get() for gauge in gauges]
+
+    assert shown() == [0.0, 0.0]
+    one.lower.measures.speed.bandwidth = 5e6
+    one.lower.measures.speed.latency = 0.003
+    assert shown() == [5e6, 0.003]
 
 
 async def test_an_eviction_counts_for_the_policy_that_decided_it(site, monkeypatch):

@@ -115,6 +115,7 @@ def site(tmp_path_factory):
 @needs_servers
 @pytest.mark.slow
 def test_every_query_and_rule_of_a_server_has_data(site):
+    """Case B43."""
     _, _, prometheus, engine = site
     demand_data(prometheus, queries(engines=False), engine.go_on)
     demand_sound_alerts(prometheus, engines=False)

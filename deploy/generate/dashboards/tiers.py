@@ -129,6 +129,25 @@ TIERS = Dashboard(
             ],
         ),
         Row(
+            "How fast are they, as measured lately?",
+            [
+                Panel(
+                    "Bandwidth of reads",
+                    "What decides whether a load is worth it; 0 before the first reads.",
+                    [Query(f"kvtier_tier_read_bytes_per_second{{{AT}}}", "{{instance}} {{tier}}")],
+                    Unit.BYTES_A_SECOND,
+                    width=12,
+                ),
+                Panel(
+                    "Latency",
+                    "Of a question without payload; 0 before the first one.",
+                    [Query(f"kvtier_tier_latency_seconds{{{AT}}}", "{{instance}} {{tier}}")],
+                    Unit.SECONDS,
+                    width=12,
+                ),
+            ],
+        ),
+        Row(
             "What is read and written?",
             [
                 Panel(
