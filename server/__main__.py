@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from . import __version__, block_commands
+from . import __version__, block_commands, quota_commands
 from .command_options import AsJson, TokenFile, Url
 from .config import DEFAULT_URL, descriptions, load_settings
 from .errors import KVTierError
@@ -27,6 +27,7 @@ tiers_app = typer.Typer()
 app.add_typer(tiers_app, name="tiers")
 app.add_typer(block_commands.blocks, name="blocks")
 app.add_typer(block_commands.pins, name="pins")
+app.add_typer(quota_commands.quotas, name="quotas")
 
 Config = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 Socket = Annotated[str | None, typer.Option("--socket", help="Unix socket for engines.")]

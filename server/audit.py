@@ -15,14 +15,14 @@ from pathlib import Path
 
 import msgspec
 
+from .sections import Value
+
 log = logging.getLogger("kvtier.audit")
 
 KEPT = 1000
 """Entries that can be read over HTTP; the file has more."""
 FILE_BYTES_AT_MOST = 8 << 20
 """A longer file is put aside as `audit.jsonl.1`, of which there is one."""
-
-Value = str | int | float | None
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -124,7 +124,7 @@ class Cascade:
         parent = block.parent.key if block.parent is not None else b""
         payload = self._evictor.host.memory(block.slot, space.pool)
         done = partial(self._written, space, one)
-        if lower.write(space.records, block.key, parent, payload, done) is not None:
+        if lower.write(space.records, block.key, parent, payload, block.owner, done) is not None:
             return False
         block.leases += 1
         self.writing.add(one)

@@ -34,6 +34,7 @@ from pydantic_settings import (
 
 from .errors import SettingsError
 from .http_section import HttpSettings, HttpTokens, check_http, check_token
+from .quota_section import QuotaSettings
 from .sections import (
     DiskSettings,
     HostSettings,
@@ -44,6 +45,7 @@ from .sections import (
     RedisSettings,
     Scalar,
     Section,
+    Value,
     known_group,
     not_one_of,
     number,
@@ -114,6 +116,7 @@ class Settings(Part):
     disk: DiskSettings = DiskSettings()
     redis: RedisSettings = RedisSettings()
     loads: LoadSettings = LoadSettings()
+    quotas: QuotaSettings = QuotaSettings()
     recording: RecordingSettings = RecordingSettings()
     log: LogSettings = LogSettings()
 
@@ -210,7 +213,7 @@ def load_settings(
     return settings
 
 
-def changed(settings: Settings, changes: Mapping[str, Scalar]) -> Settings:
+def changed(settings: Settings, changes: Mapping[str, Value]) -> Settings:
     """Return the settings with some changed, by dotted key, checked as a whole.
 
     Raises SettingsError, with one sentence.
@@ -332,7 +335,7 @@ def _read(file: Path) -> dict[str, object]:
     return {str(key): value for key, value in content.items()}
 
 
-def _nested(given: Mapping[str, Scalar]) -> dict[str, object]:
+def _nested(given: Mapping[str, Value]) -> dict[str, object]:
     nested: dict[str, object] = {}
     for key, value in given.items():
         section, _, name = key.rpartition(".")

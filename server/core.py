@@ -135,6 +135,8 @@ class StoreOutcome(StrEnum):
     NO_SLOT = "no_slot"
     """All slots were leased, reserved or not allocated yet; the engine may offer it again."""
     UNKNOWN_SLOT = "unknown_slot"
+    QUOTA = "quota"
+    """Its tenant is at a hard limit, and nothing of its own could go."""
 
 
 class Fault(StrEnum):
@@ -180,6 +182,8 @@ class WriteOutcome(StrEnum):
     """The tier is left alone after failures."""
     FULL = "full"
     FAILED = "failed"
+    QUOTA = "quota"
+    """Its tenant is at a hard limit, and nothing of its own could go."""
 
 
 class AdmissionMode(StrEnum):
@@ -218,6 +222,8 @@ class PromoteOutcome(StrEnum):
     NO_SLOT = "no_slot"
     DISCARDED = "discarded"
     """The namespace was reset meanwhile."""
+    QUOTA = "quota"
+    """Its tenant is at a hard limit, and nothing of its own could go."""
 
 
 class WaitOutcome(StrEnum):
@@ -244,6 +250,13 @@ class EvictReason(StrEnum):
     """An operator dropped it."""
     ENGINE = "engine"
     """An engine did not want it any more."""
+    QUOTA = "quota"
+    """Its tenant was above a limit of its quota."""
+
+    @property
+    def for_room(self) -> bool:
+        """Whether it went for room, and may be wanted again."""
+        return self in {EvictReason.CAPACITY, EvictReason.SLAB_MOVE, EvictReason.QUOTA}
 
 
 class SlotState(StrEnum):
@@ -379,3 +392,19 @@ class TenantReading:
     traffic: list[TierTraffic]
     """Upper tiers first."""
     stored_blocks: int
+    used_bytes: dict[Tier, int]
+    """Bytes of its blocks in each tier that kvtier keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaReading:
+    """One tenant with a quota, at one moment. Sizes in bytes."""
+
+    tenant: str
+    quota: dict[str, int]
+    """By limit, such as `hard` or `disk_soft`."""
+    used_bytes: dict[Tier, int]
+    fullness: float
+    """The largest share of a hard limit that is taken."""
+    evicted_blocks: int
+    refused_blocks: int

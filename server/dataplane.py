@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from .errors import HelloRefused, ProtocolError
 from .hierarchy import Hierarchy
 from .listening import caller, claim, listen, may_connect, unclaim
 from .metrics import OPERATIONS, Metrics
+from .salts import Salts
 from .sessions import Session
 from .waiting import Answer
 
@@ -53,6 +54,8 @@ class DataPlane:
         self.metrics = metrics
         self.options = options
         self.server_id = uuid.uuid4().hex
+        self.salts = Salts()
+        """Whose requests have which salt."""
         self.open: set[_Connection] = set()
         self.teller = Teller(lambda turn: asyncio.get_running_loop().call_soon(turn))
         self.read_buffer = memoryview(bytearray(READ_BYTES))
@@ -205,6 +208,7 @@ class _Connection:
                 released=session.engine.released,
                 slabs=list(session.space.pool.slabs),
                 slot_bytes=session.space.pool.slot_bytes,
+                salt_key=self._plane.salts.key,
             )
         )
         if hello.events and not self._closed:
@@ -241,7 +245,8 @@ class _Connection:
         if hierarchy.leased(session, frame.seq):
             raise ProtocolError("malformed", f"lease {frame.seq} has not ended yet")
         done = partial(self._found, frame.seq)
-        ready = hierarchy.lookup(session, frame.seq, keys, frame.start, frame.tenant, done)
+        tenant = self._plane.salts.tenant(frame.tenant)
+        ready = hierarchy.lookup(session, frame.seq, keys, frame.start, tenant, done)
         self._send(wire.Found(frame.seq, ready.slots, ready.absent, ready.within))
         if frame.use:
             hierarchy.record_use()
@@ -268,13 +273,15 @@ class _Connection:
             keys = wire.split_keys(chain.keys)
             if len(keys) != len(chain.slots) or len(chain.parent) not in (0, KEY_BYTES):
                 raise ProtocolError("malformed", f"{len(keys)} blocks, {len(chain.slots)} slots")
-            hierarchy.commit(session, chain.parent, keys, chain.slots, chain.tenant)
+            tenant = self._plane.salts.tenant(chain.tenant)
+            hierarchy.commit(session, chain.parent, keys, chain.slots, tenant)
         hierarchy.abort(session, frame.aborts)
         for lease in frame.releases:
             hierarchy.release(session, lease)
         for touched in frame.touches:
             hierarchy.touch(session, wire.split_keys(touched))
         for asked in frame.asked:
+            asked.tenant = self._plane.salts.tenant(asked.tenant)
             hierarchy.count(session, asked)
         if frame.prefill_tokens:
             hierarchy.computed(session, frame.prefill_tokens, frame.prefill_seconds)
@@ -282,7 +289,10 @@ class _Connection:
             hierarchy.settle(session)
         if frame.seq:
             above = [wire.split_keys(chain) for chain in frame.above]
-            slots = hierarchy.reserve(session, frame.need, frame.stock, above)
+            tenants = Counter[str]()
+            for tenant, blocks in frame.tenants:
+                tenants[self._plane.salts.tenant(tenant)] += blocks
+            slots = hierarchy.reserve(session, frame.need, frame.stock, above, tenants)
             self._send(wire.Granted(frame.seq, slots))
 
     def _map(self, frame: wire.MapSlab) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from .accounts import Account, Accounts, Orders
 from .changes import KEYS_AT_ONCE, ChangeLog, Placed
-from .core import SLOT_INDEX_BITS, SLOT_INDEX_MASK, BlockKey, Manifest
+from .core import SLOT_INDEX_BITS, SLOT_INDEX_MASK, BlockKey, Manifest, Tier
+from .policies import EvictionPolicy
 from .tiers.base import Space
 from .tiers.host import Pool
 
@@ -22,15 +24,16 @@ class Block:
     """One committed block in the host tier.
 
     `parent` is None at the head of a chain. Otherwise it may have been dropped, or, with `NO_SLOT`,
-    not have been there at all: see `Namespace.anchors`.
+    not have been there at all: see `Namespace.anchors`. An anchor's owner means nothing.
     """
 
-    __slots__ = ("children", "key", "leases", "next", "parent", "slot")
+    __slots__ = ("children", "key", "leases", "next", "owner", "parent", "slot")
 
-    def __init__(self, key: BlockKey, parent: Block | None, slot: int) -> None:
+    def __init__(self, key: BlockKey, parent: Block | None, slot: int, owner: Account) -> None:
         self.key = key
         self.parent = parent
         self.slot = slot
+        self.owner = owner
         self.leases = 0
         self.next: Block | None = None
         """The visible block that came last of those that continue this one, as far as is known."""
@@ -38,7 +41,7 @@ class Block:
         """Visible blocks that continue this one, as far as they are counted here."""
 
 
-_NOWHERE = Block(b"", None, NO_SLOT)
+_NOWHERE = Block(b"", None, NO_SLOT, Accounts().nobody)
 """What the head of a chain follows."""
 
 
@@ -47,7 +50,7 @@ class Namespace:
 
     __slots__ = (
         "anchors", "block_seconds", "blocks", "by_slab", "changes", "digest", "doomed", "leaving",
-        "manifest", "pool", "records", "sessions", "uses",
+        "manifest", "orders", "pool", "records", "sessions", "uses",
     )  # fmt: skip
 
     def __init__(self, manifest: Manifest, pool: Pool) -> None:
@@ -76,6 +79,23 @@ class Namespace:
         self.block_seconds: float | None = None
         """What computing a block took lately; None if that is not measured yet."""
         self.changes = ChangeLog(self._pieces)
+        self.orders = Orders()
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """The pool's, which knows the visible blocks."""
+        return self.pool.policy
+
+    def owner_of(self, key: BlockKey) -> Account | None:
+        """Return whom a block is charged to, or None if it is not visible."""
+        block = self.blocks.get(key)
+        return None if block is None else block.owner
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        """Record one request's use of a chain."""
+        self.pool.policy.touch(chain)
+        if self.orders:
+            self.orders.touch(chain, self.owner_of)
 
     def prefix(self, keys: Sequence[BlockKey], start: int) -> list[Block]:
         """Return the blocks of the longest contiguous run of `keys` from `start` on.
@@ -95,18 +115,20 @@ class Namespace:
             pass
         return found
 
-    def add(self, key: BlockKey, parent: BlockKey, slot: int) -> Block:
-        """Make a block visible."""
+    def add(self, key: BlockKey, parent: BlockKey, slot: int, owner: Account) -> Block:
+        """Make a block visible, and charge it to its owner."""
         above = None
         if parent:
             above = self.anchors.get(parent) or self.blocks.get(parent)
             if above is None:
-                above = self.anchors[parent] = Block(parent, None, NO_SLOT)
+                above = self.anchors[parent] = Block(parent, None, NO_SLOT, owner)
             above.children += 1
-        block = self.blocks[key] = Block(key, above, slot)
+        block = self.blocks[key] = Block(key, above, slot, owner)
         if above is not None:
             above.next = block
         self._place(slot, block)
+        owner.charge(Tier.HOST, self.pool.slot_bytes)
+        self.orders.add(owner, key, self.pool.slot_bytes, parent or None)
         if self.changes.watchers:
             self.changes.note(key, parent)
         return block
@@ -115,6 +137,8 @@ class Namespace:
         """Make a block invisible; its slot is the caller's to give back."""
         del self.blocks[block.key]
         self._place(block.slot, None)
+        block.owner.charge(Tier.HOST, -self.pool.slot_bytes)
+        self.orders.remove(block.owner, block.key)
         if block.children:
             self.anchors[block.key] = block
         self.uses.pop(block.key, None)
@@ -168,6 +192,7 @@ class Directory:
 
     def __init__(self) -> None:
         self.namespaces: dict[str, Namespace] = {}
+        self.accounts = Accounts()
 
     def __len__(self) -> int:
         return sum(len(space.blocks) for space in self.namespaces.values())

@@ -2,7 +2,8 @@
 
 Above the high watermark blocks go until the low one is reached; leased blocks and blocks that
 others continue are passed over. When another namespace has a slab that was used longer ago than
-any of one's own, that slab is emptied and moves. Runs on the event loop.
+any of one's own, that slab is emptied and moves. Tenants above a soft limit give up blocks before
+the policy is asked, and a tenant at a hard one makes room for its own. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
+from .accounts import Account
 from .core import SLOT_INDEX_BITS, BlockKey, EvictReason, Tier
 from .demand import Demand
 from .directory import Block, Directory, Namespace
@@ -50,6 +52,8 @@ class Evictor:
         """Who may want blocks that are to leave."""
         self.held_up: Callable[[Namespace], object] = _nobody
         """Is told of a namespace in which eviction passed over many blocks that may not go."""
+        self.elsewhere: Callable[[Account, int], object] = _no_tier
+        """Lets lower tiers give up what a tenant has too much of in all, with so much more."""
         self._directory = directory
         self._demand = demand
         self._tick = 0
@@ -87,9 +91,70 @@ class Evictor:
             gone = evict(space, min(short, EVICTIONS_AHEAD))
             pool.draining = 0 < gone < short
 
+    def fits(self, space: Namespace, owner: Account, blocks: int = 1) -> bool:
+        """Return whether a tenant's quota lets it have so many more blocks here.
+
+        Its own coldest blocks go for them: here first, then in other namespaces, and last in lower
+        tiers, as far as a limit of all tiers is the one that it is at.
+        """
+        more = blocks * space.pool.slot_bytes
+        if owner.above("hard", Tier.HOST, more) <= 0:
+            return True
+        others = [one for one in self._directory.namespaces.values() if one is not space]
+        for one in (space, *others):
+            over = owner.above("hard", Tier.HOST, more)
+            self.give_up(one, owner, min(-(-over // one.pool.slot_bytes), EVICTIONS_AHEAD))
+        if owner.above_all("hard", more) > 0:
+            self.elsewhere(owner, more)
+        return owner.above("hard", Tier.HOST, more) <= 0
+
+    def admits(self, space: Namespace, owner: Account, parent: BlockKey) -> bool:
+        """Return whether a tenant's quota lets it have a block here that continues `parent`.
+
+        Its own coldest blocks go for it, but not the one that it continues. Nothing goes for what
+        continues nothing that is there. What is refused is counted.
+        """
+        above = space.blocks.get(parent)
+        if above is not None:
+            above.leases += 1
+        useful = above is not None or not parent
+        fits = (
+            self.fits(space, owner)
+            if useful
+            else owner.above("hard", Tier.HOST, space.pool.slot_bytes) <= 0
+        )
+        if above is not None:
+            above.leases -= 1
+        owner.refused += not fits
+        return fits
+
+    def give_up(
+        self, space: Namespace, owner: Account, count: int, heir: Heir | None = None
+    ) -> int:
+        """Let up to `count` of a tenant's own blocks go, coldest first. Returns how many.
+
+        What the heir wants stays until the heir has it.
+        """
+        gone = passed = 0
+        for key in space.orders.coldest(owner) if count > 0 else ():
+            block = space.blocks[key]
+            if block.leases or space.continued(block):
+                passed += 1
+                if passed > PASSED_AT_MOST:
+                    self.held_up(space)
+                    break
+                continue
+            if heir is None or not heir.demote(space, block):
+                self.drop(space, block, EvictReason.QUOTA)
+            owner.evicted += 1
+            gone += 1
+            if gone == count:
+                break
+        return gone
+
     def drop(self, space: Namespace, block: Block, reason: EvictReason) -> None:
         """Make a block invisible; its slot is free at once, or when its last lease ends."""
-        if reason in (EvictReason.CAPACITY, EvictReason.SLAB_MOVE):
+        if reason.for_room:
             space.pool.policy.evict(block.key)
         else:
             space.pool.policy.remove(block.key)
@@ -100,7 +165,7 @@ class Evictor:
         """A block goes from everywhere but the policy."""
         space.remove(block)
         if self._demand is not None:
-            if reason in (EvictReason.CAPACITY, EvictReason.SLAB_MOVE):
+            if reason.for_room:
                 self._demand.left(block.key)
             else:
                 self._demand.dropped(block.key)
@@ -137,6 +202,7 @@ class Evictor:
     def _evict(self, space: Namespace, count: int) -> int:
         """Evict up to `count` blocks, coldest first. Returns how many there were."""
         blocks, continued = space.blocks, space.continued
+        above_soft = self._above_soft(space, count, None)
         passed = 0
 
         def goes(key: BlockKey) -> bool:
@@ -148,19 +214,28 @@ class Evictor:
             self._leave(space, block, EvictReason.CAPACITY)
             return True
 
-        evicted = space.pool.policy.make_room(max(count, 0), goes)
+        evicted = space.pool.policy.make_room(max(count - above_soft, 0), goes)
         self._count(space, EvictReason.CAPACITY, evicted)
         if passed > PASSED_AT_MOST:
             self.held_up(space)
-        return evicted
+        return above_soft + evicted
+
+    def _above_soft(self, space: Namespace, count: int, heir: Heir | None) -> int:
+        """Let tenants above a soft limit give up blocks, `count` at most. Returns how many."""
+        gone = 0
+        for owner in list(self._directory.accounts.above_soft):
+            over = owner.above("soft", Tier.HOST)
+            most = min(-(-over // space.pool.slot_bytes), count - gone)
+            gone += self.give_up(space, owner, most, heir)
+        return gone
 
     def _hand_down(self, heir: Heir, space: Namespace, count: int) -> int:
         """Let up to `count` blocks go, coldest first. Returns how many there were.
 
         What the heir wants stays until the heir has it.
         """
-        gone = passed = 0
-        for key in space.pool.policy.victims() if count > 0 else ():
+        gone, passed = self._above_soft(space, count, heir), 0
+        for key in space.pool.policy.victims() if count > gone else ():
             block = space.blocks[key]
             if block.leases or space.continued(block):
                 passed += 1
@@ -207,3 +282,7 @@ class Evictor:
 
 def _nobody(space: Namespace) -> None:
     """Nobody keeps blocks there."""
+
+
+def _no_tier(owner: Account, more: int) -> None:
+    """There is no lower tier."""

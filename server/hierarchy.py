@@ -7,8 +7,10 @@ is one that a resident block continues, so that a chain loses its tail before it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
+from .accounts import NOBODY, Account
 from .cascade import Cascade
 from .core import BlockKey, EvictReason, Manifest, Role, StoreOutcome
 from .demand import Demand
@@ -22,7 +24,7 @@ from .prefetch import Prefetches
 from .promotion import Promotions
 from .recording import Recorder
 from .sessions import Engine, Limbo, Session
-from .tenants import NOBODY, Asked, Tenants
+from .tenants import Asked, Tenants
 from .tiers.host import HostTier
 from .waiting import Answer, Ready, Timer, Use
 
@@ -48,12 +50,16 @@ class Hierarchy:
         self.host = host
         self.lowers = lowers
         self.directory = Directory()
+        self.accounts = self.directory.accounts
         self.engines: dict[str, Engine] = {}
         self.metrics = metrics
         self.clock = clock
         self.demand = Demand()
         """Knows nothing where no lower tier asks."""
         self.evictor = Evictor(host, self.directory, metrics, self.demand if lowers else None)
+        self.evictor.elsewhere = self._give_up_below
+        for lower in lowers:
+            lower.index.accounts = self.accounts
         timers = _never if later is None else later
         self.promotions = Promotions(self.evictor, lowers, metrics, clock, timers)
         self.promotions.promoted = self._stored
@@ -62,7 +68,7 @@ class Hierarchy:
         self.prefetches = Prefetches(self.promotions, self.evictor)
         self.recorder: Recorder | None = None
         """Is told of each lookup, if it is there."""
-        self.tenants = Tenants()
+        self.tenants = Tenants(self.accounts)
         metrics.add_tenants(self.tenants.readings)
         self.stores = dict.fromkeys(StoreOutcome, 0)
         self._sessions_opened = 0
@@ -130,7 +136,8 @@ class Hierarchy:
         self._late = Use(space, keys, start, [*found], tenant)
         absent = [at for at in range(start) if keys[at] not in space.blocks]
         if done is not None and self.lowers:
-            within = self.promotions.begin(session, lease, keys, start, done)
+            owner = self.accounts.of(tenant)
+            within = self.promotions.begin(session, lease, keys, start, done, owner)
             if within:
                 return Ready([], absent, within)
         return Ready([block.slot for block in session.leases.get(lease, ())], absent, 0.0)
@@ -155,7 +162,7 @@ class Hierarchy:
     def _use(
         self, space: Namespace, keys: Sequence[BlockKey], device: int, blocks: Sequence[Block]
     ) -> None:
-        space.pool.policy.touch(keys)
+        space.touch(keys)
         if keys and keys[0] in space.blocks:
             space.uses[keys[0]] = space.uses.get(keys[0], 0) + 1
         self.evictor.use(space.pool, [block.slot for block in blocks])
@@ -217,19 +224,27 @@ class Hierarchy:
         self._use(session.space, keys, len(keys), here)
 
     def reserve(
-        self, session: Session, need: int, stock: int, above: Iterable[Sequence[BlockKey]] = ()
+        self,
+        session: Session,
+        need: int,
+        stock: int,
+        above: Iterable[Sequence[BlockKey]] = (),
+        tenants: Mapping[str, int] = MappingProxyType({}),
     ) -> list[int]:
         """Promise slots to the session: `need` by eviction if there is no other way.
 
         More are promised, up to `stock` held in all, as far as that evicts nothing. May return
         fewer than `need` when the pool is leased, reserved or not allocated yet. What is resident
         of the chains `above` is not evicted for this: it is the head of what is to be stored.
+        `tenants` says how many of `need` are whose: who is at a quota makes room with its own.
         """
         self.record_use()
         heads = [session.space.prefix(keys, 0) for keys in above]
         kept = [head[-1] for head in heads if head]  # What it continues stays with it.
         for block in kept:
             block.leases += 1
+        for tenant, blocks in tenants.items():
+            self.evictor.fits(session.space, self.accounts.of(tenant), blocks)
         granted = self._reserve(session, need, stock)
         self.evictor.unlease(session.space, kept)
         return granted
@@ -265,34 +280,30 @@ class Hierarchy:
         """Make consecutive blocks visible; each lies in a slot that the session had reserved.
 
         A block that is there already gives its slot back, and so does nothing that was not
-        reserved by this session.
+        reserved by this session. Where the tenant's quota has no room for one, it and all that
+        continue it give theirs back too.
         """
         self.record_use()
-        space, reserved = session.space, session.reserved
+        space = session.space
         policy, weight = space.pool.policy, space.pool.slot_bytes
         outcomes = dict.fromkeys(StoreOutcome, 0)
         fresh: list[Block] = []
         first = 0
         """Of `fresh`, from here on the policy does not know them yet: they follow each other."""
         above = parent
+        owner = self.accounts.of(tenant)
         for key, slot in zip(keys, slots, strict=True):
-            if slot in reserved and key not in space.blocks:
-                reserved.discard(slot)
-                fresh.append(self._stored(space.add(key, parent, slot), parent))
+            outcome = self._take_in(session, owner, parent, key, slot)
+            outcomes[outcome] += 1
+            if outcome is StoreOutcome.COMMITTED:
+                fresh.append(self._stored(space.add(key, parent, slot, owner), parent))
             else:
-                if slot not in reserved:
-                    outcomes[StoreOutcome.UNKNOWN_SLOT] += 1
-                else:
-                    reserved.discard(slot)
-                    self.host.give_back(space.pool, slot)
-                    outcomes[StoreOutcome.DUPLICATE] += 1
                 self._order(policy, fresh[first:], weight, above)
                 first, above = len(fresh), key
             parent = key
         self._order(policy, fresh[first:], weight, above)
-        outcomes[StoreOutcome.COMMITTED] = len(fresh)
         self.evictor.use(space.pool, slots)
-        self.tenants.tally(tenant).stored_blocks += outcomes[StoreOutcome.COMMITTED]
+        self.tenants.tally(tenant).stored_blocks += len(fresh)
         for outcome, blocks in outcomes.items():
             if blocks:
                 self._count_store(outcome, blocks)
@@ -341,6 +352,28 @@ class Hierarchy:
         for block in reversed(blocks):  # Tails before heads: the policy has the least to do then.
             self.evictor.drop(space, block, EvictReason.RESET)
         return len(blocks)
+
+    def _take_in(
+        self, session: Session, owner: Account, parent: BlockKey, key: BlockKey, slot: int
+    ) -> StoreOutcome:
+        """Take a slot from the session for a block, or give it back and say why."""
+        if slot not in session.reserved:
+            return StoreOutcome.UNKNOWN_SLOT
+        session.reserved.discard(slot)
+        if key in session.space.blocks:
+            outcome = StoreOutcome.DUPLICATE
+        elif owner.quota and not self.evictor.admits(session.space, owner, parent):
+            outcome = StoreOutcome.QUOTA
+        else:
+            return StoreOutcome.COMMITTED
+        self.host.give_back(session.space.pool, slot)
+        return outcome
+
+    def _give_up_below(self, owner: Account, more: int) -> None:
+        """Let lower tiers, the slowest first, give up what a tenant has too much of in all."""
+        for lower in reversed(self.lowers):
+            if (over := owner.above_all("hard", more)) > 0:
+                lower.make_way(owner, over)
 
     def _order(
         self, policy: EvictionPolicy, blocks: Sequence[Block], weight: int, parent: BlockKey

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
-from .core import SLOT_INDEX_BITS, SlotRef
+from .accounts import Account, Orders
+from .core import SLOT_INDEX_BITS, BlockKey, SlotRef, Tier
 from .directory import Block, Namespace
 from .hierarchy import Hierarchy
 
@@ -19,7 +21,32 @@ def check_integrity(hierarchy: Hierarchy) -> None:
         assert all(key in policy for key in space.blocks), "and no other ones"
         assert all(key in space.blocks for key in space.uses), "uses are of heads that are there"
         _check_children(space)
+        owned = {key: block.owner for key, block in space.blocks.items()}
+        _check_orders(hierarchy, space.orders, owned)
     _check_pins(hierarchy)
+    for lower in hierarchy.lowers:
+        _check_orders(hierarchy, lower.index.orders, lower.index.owners())
+    _check_accounts(hierarchy)
+
+
+def _check_orders(hierarchy: Hierarchy, orders: Orders, owned: Mapping[BlockKey, Account]) -> None:
+    for account in hierarchy.accounts:
+        own = {key for key, owner in owned.items() if owner is account}
+        known = orders.known(account)
+        assert known == (own if account.quota else set()), "who has a quota has an order of its own"
+
+
+def _check_accounts(hierarchy: Hierarchy) -> None:
+    used: Counter[tuple[Account, Tier]] = Counter()
+    for space in hierarchy.directory.namespaces.values():
+        for block in space.blocks.values():
+            used[block.owner, Tier.HOST] += space.pool.slot_bytes
+    for lower in hierarchy.lowers:
+        for owner, size in lower.index.charged():
+            used[owner, lower.tier] += size
+    for account in hierarchy.accounts:
+        for tier, size in account.used.items():
+            assert size == used[account, tier], "a tenant's bytes are those of its blocks"
 
 
 def _check_slots(hierarchy: Hierarchy, space: Namespace) -> None:

@@ -27,8 +27,9 @@ from .hierarchy import Hierarchy
 from .lower import LowerTier
 from .lower_options import LowerOptions
 from .lowers import options_of, retune
+from .quotas import QuotaKeeper
 from .resize import Resizer
-from .sections import Scalar, not_one_of
+from .sections import Value, not_one_of
 from .swaps import Swaps
 from .waiting import PromotionOptions
 from .worth import LoadMode
@@ -49,6 +50,7 @@ LIVE = (
     *(f"redis.{name}" for name in (*LOWER_KEYS, "ttl_seconds", "timeout_seconds")),
     "loads.mode",
     "loads.wait_seconds",
+    "quotas.tenants",
     "log.level",
 )
 """Settings that can change while the server runs."""
@@ -63,7 +65,7 @@ class Kept(msgspec.Struct, frozen=True):
 
     format: int
     version: int
-    changes: dict[str, Scalar]
+    changes: dict[str, Value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Wish:
     """A change that somebody wants."""
 
     who: str
-    changes: Mapping[str, Scalar]
+    changes: Mapping[str, Value]
     version: int | None = None
     """That it was made for; None for whichever is in force."""
     dry_run: bool = False
@@ -83,7 +85,7 @@ class Done:
     """What became of it."""
 
     version: int
-    changes: dict[str, tuple[Scalar, Scalar]]
+    changes: dict[str, tuple[Value, Value]]
     """By key: from, to. Empty if everything was so already."""
     evict_bytes: dict[str, int]
     """By tier, what has to go for it, as of now."""
@@ -118,6 +120,8 @@ class Live:
         """What was changed, by key."""
         self.audit = audit
         self.resizer = Resizer(cache)
+        self.quotas = QuotaKeeper(cache)
+        self.quotas.set(settings.quotas.tenants)
         self.trend = Trend()
         self._cache = cache
         self._file = state_folder(settings) / SETTINGS_FILE
@@ -220,6 +224,8 @@ class Live:
         for lower, options in lowers:
             retune(lower, options, new)
             self._swaps.begin(lower.index, options.policy)
+        if new.quotas.tenants != old.quotas.tenants:
+            self.quotas.set(new.quotas.tenants)
         self._cache.promotions.options = PromotionOptions(
             LoadMode(new.loads.mode), new.loads.wait_seconds
         )
@@ -233,7 +239,8 @@ class Live:
         for lower in self._cache.lowers:
             section = new.disk if lower.tier is Tier.DISK else new.redis
             found[lower.tier.value] = lower.used_bytes - section.capacity
-        return {tier: max(excess, 0) for tier, excess in found.items()}
+        quotas = self.quotas.excess(new.quotas.tenants)
+        return {tier: max(excess, quotas[Tier(tier)], 0) for tier, excess in found.items()}
 
     def _spaces(self) -> list[Namespace]:
         return list(self._cache.directory.namespaces.values())
@@ -325,7 +332,7 @@ def forget(settings: Settings) -> None:
     (state_folder(settings) / SETTINGS_FILE).unlink(missing_ok=True)
 
 
-def check_live(changes: Mapping[str, Scalar]) -> None:
+def check_live(changes: Mapping[str, Value]) -> None:
     """Raise SettingsError unless all keys are of settings that can change."""
     for key in changes:
         if key not in LIVE:
@@ -336,10 +343,10 @@ def check_live(changes: Mapping[str, Scalar]) -> None:
             )
 
 
-def plain(settings: Settings) -> dict[str, Scalar]:
+def plain(settings: Settings) -> dict[str, Value]:
     """Return the settings that can change by dotted key, as a settings file would hold them."""
     values = _flat(settings)
-    found: dict[str, Scalar] = {}
+    found: dict[str, Value] = {}
     for key in LIVE:
         value = values[key]
         assert not isinstance(value, list), "each of these is one value"
@@ -347,9 +354,9 @@ def plain(settings: Settings) -> dict[str, Scalar]:
     return found
 
 
-def _flat(settings: Settings) -> dict[str, Scalar | list[str]]:
+def _flat(settings: Settings) -> dict[str, Value | list[str]]:
     """Return all settings by dotted key."""
-    found: dict[str, Scalar | list[str]] = {}
+    found: dict[str, Value | list[str]] = {}
     for name, value in settings.effective().items():
         if isinstance(value, dict):
             found |= {f"{name}.{key}": inner for key, inner in value.items()}
@@ -358,7 +365,7 @@ def _flat(settings: Settings) -> dict[str, Scalar | list[str]]:
     return found
 
 
-def _shown(changes: Mapping[str, tuple[Scalar, Scalar]]) -> str:
+def _shown(changes: Mapping[str, tuple[Value, Value]]) -> str:
     return ", ".join(f"{key} {before} to {after}" for key, (before, after) in changes.items())
 
 

@@ -11,18 +11,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Protocol, TypeVar
 
+from .accounts import Account
 from .admission import Throttle
 from .core import PAGE_BYTES, BlockKey, EvictReason, ReadOutcome, WriteOutcome
 from .health import Health, LeftAlone
 from .looks import NEVER, Looks
 from .lower_options import LowerOptions
+from .lower_room import Room, by_namespace
 from .measures import Measures
 from .metrics import Metrics
 from .policies import POLICIES
-from .records import RecordIndex
+from .records import Record, RecordIndex
 from .tiers.base import RecordStore, Space, Written
 from .tiers.compression import Coded
 from .tiers.pool import Job, Pool, Steps, Urgency
@@ -32,8 +33,6 @@ B = TypeVar("B", bound="Keyed")
 
 log = logging.getLogger("kvtier.lower")
 
-DROPS_AT_ONCE = 64
-"""Records that are removed with one job."""
 FULL_SHARE = 64
 """Of what it holds, a tier on a full medium gives up 1 ÷ this before it writes again."""
 FORGOTTEN_AT_ONCE = 1000
@@ -72,17 +71,16 @@ class LowerTier:
         self.scanned = False
         """What was there at the start is in the index."""
         self.queued_write_bytes = 0
-        self.evictions = 0
         self._reads = {
             outcome: metrics.reads.labels(self.tier, outcome or "failed")
             for outcome in (None, *ReadOutcome)
         }
         self._writes = {one: metrics.writes.labels(self.tier, one) for one in WriteOutcome}
-        self._evictions = metrics.evictions_from(self.tier)
         self._clock = clock
         self._steps = Steps(post)
         self._pool = Pool(store.tier, options.threads, post)
-        self.index = RecordIndex(POLICIES[options.policy]())
+        self.index = RecordIndex(POLICIES[options.policy](), self.tier)
+        self.room = Room(self.tier, self.index, metrics)
         self._reserved = 0
         """Bytes of writes under way."""
         self._busy: Counter[str] = Counter()
@@ -98,6 +96,11 @@ class LowerTier:
     def used_bytes(self) -> int:
         """What the medium gave for the records that this tier answers for."""
         return self.index.used_bytes
+
+    @property
+    def evictions(self) -> int:
+        """Records that left the tier."""
+        return self.room.evictions
 
     def __len__(self) -> int:
         return len(self.index)
@@ -209,19 +212,23 @@ class LowerTier:
         key: BlockKey,
         parent: BlockKey,
         payload: memoryview,
+        owner: Account,
         done: Callable[[WriteOutcome], None],
     ) -> WriteOutcome | None:
         """Write a block from `payload`, which is the job's until `done` was called.
 
-        Returns why the block is not written, and does not call `done` then: a tier that can't
-        keep up drops what comes.
+        It is charged to `owner`, unless it is there. Returns why the block is not written, and
+        does not call `done` then: a tier that can't keep up drops what comes.
         """
-        if (refusal := self._refusal(space, len(payload))) is not None:
+        refusal, gone = self._admit(space, len(payload), parent, owner)
+        if refusal is not None:
             self._writes[refusal].inc()
+            self._drop(by_namespace(gone))
             return refusal
         size = len(payload) + PAGE_BYTES
-        victims = self._evict(self.used_bytes + self._reserved + size - self.options.capacity_bytes)
-        self._begin_write(space, size)
+        short = self.used_bytes + self._reserved + size - self.options.capacity_bytes
+        victims = by_namespace([*gone, *self.room.evict(short)])
+        self._begin_write(space, size, owner)
         codec = self.measures.coding.choose(self.measures.speed.bandwidth)
 
         def work() -> Written:
@@ -230,12 +237,12 @@ class LowerTier:
             return self.store.write(space, key, parent, payload, codec)
 
         def ended(job: Job[Written]) -> None:
-            self._end_write(space, size)
+            self._end_write(space, size, owner)
             self.measures.wrote(job)
             down = isinstance(job.error, LeftAlone)
             outcome = WriteOutcome.DOWN if down else WriteOutcome.FAILED
             if self.health.judge(job) and job.result is not None:
-                self._wrote(space, key, parent, job.result)
+                self._wrote(space, key, parent, owner, job.result)
                 outcome = WriteOutcome.WRITTEN
             self._writes[outcome].inc()
             done(outcome)
@@ -246,9 +253,20 @@ class LowerTier:
 
     def drop(self, space: Space, keys: Sequence[BlockKey], reason: EvictReason) -> None:
         """Remove records of blocks that are wrong or not wanted."""
-        self._evicted(sum(self.index.remove(space.digest, key) for key in keys), reason)
+        self.room.count(sum(self.index.remove(space.digest, key) for key in keys), reason)
         if self.health.up:
             self._drop({space.digest: list(keys)})
+
+    def make_way(self, owner: Account, size: int) -> int:
+        """Drop `size` bytes of a tenant's own coldest records. Returns how many, a bounded number.
+
+        A tier that is down drops none.
+        """
+        if not self.health.up:
+            return 0
+        gone = self.room.give_up(owner, size, None)
+        self._drop(by_namespace(gone))
+        return len(gone)
 
     def wipe(self, space: Space) -> None:
         """Drop everything of a namespace. Nothing of it is read or written until that is done."""
@@ -307,39 +325,36 @@ class LowerTier:
             return WriteOutcome.QUEUE_FULL
         return None
 
-    def _begin_write(self, space: Space, size: int) -> None:
+    def _admit(
+        self, space: Space, payload_bytes: int, parent: BlockKey, owner: Account
+    ) -> tuple[WriteOutcome | None, list[Record]]:
+        """Return why a block is not written, and what goes for its owner's quota all the same."""
+        if (refusal := self._refusal(space, payload_bytes)) is not None:
+            return refusal, []
+        above = self.index.name(space.digest, parent) if parent else None
+        way = self.room.admit(owner, payload_bytes + PAGE_BYTES, above)
+        return (None if way.fits else WriteOutcome.QUOTA), way.gone
+
+    def _begin_write(self, space: Space, size: int, owner: Account) -> None:
         self._reserved += size
+        owner.promised[self.tier] += size
         self._busy[space.digest] += 1
         self.queued_write_bytes += size
 
-    def _end_write(self, space: Space, size: int) -> None:
+    def _end_write(self, space: Space, size: int, owner: Account) -> None:
         self._reserved -= size
+        owner.promised[self.tier] -= size
         self._busy[space.digest] -= 1
         self.queued_write_bytes -= size
 
-    def _wrote(self, space: Space, key: BlockKey, parent: BlockKey, written: Written) -> None:
+    def _wrote(
+        self, space: Space, key: BlockKey, parent: BlockKey, owner: Account, written: Written
+    ) -> None:
         self.index.grew(space.digest, key[0], written.overhead_bytes)
         if space.digest not in self._wiping:
-            self.index.add(space.digest, key, written.record_bytes, parent)
+            self.index.add(space.digest, key, written.record_bytes, parent, owner)
 
     # Room.
-
-    def _evict(self, size: int) -> dict[str, list[BlockKey]]:
-        """Take victims of `size` bytes out of the index. Returns them by namespace."""
-        victims: dict[str, list[BlockKey]] = {}
-        freed = 0
-        if size > 0:
-            for one in islice(self.index.coldest(), DROPS_AT_ONCE):
-                victims.setdefault(one.namespace, []).append(one.key)
-                freed += one.record_bytes
-                if freed >= size:
-                    break
-            self._evicted(sum(map(len, victims.values())), EvictReason.CAPACITY)
-        return victims
-
-    def _evicted(self, count: int, reason: EvictReason) -> None:
-        self.evictions += count
-        self._evictions[self.index.policy.deciding, reason].inc(count)
 
     def _drop(self, victims: dict[str, list[BlockKey]]) -> None:
         for namespace, keys in victims.items():
@@ -348,12 +363,12 @@ class LowerTier:
 
     def _give_up_some(self) -> None:
         """The medium is full before the budget is: make room on it, for others too."""
-        self._drop(self._evict(max(self.used_bytes // FULL_SHARE, 1)))
+        self._drop(by_namespace(self.room.evict(max(self.used_bytes // FULL_SHARE, 1))))
 
     def _forget_some(self, digest: str) -> None:
         """Take a namespace out of the index, a part at a time; then its records can go."""
         forgotten = self.index.forget(digest, FORGOTTEN_AT_ONCE)
-        self._evicted(forgotten, EvictReason.RESET)
+        self.room.count(forgotten, EvictReason.RESET)
         if forgotten:
             self._steps.hand_in(partial(self._forget_some, digest))
         else:
@@ -393,6 +408,6 @@ class LowerTier:
         A tier that is down does so after the first look when it is back.
         """
         excess = self.used_bytes + self._reserved - self.options.capacity_bytes
-        if self.health.up and excess > 0 and (victims := self._evict(excess)):
-            self._drop(victims)
+        if self.health.up and excess > 0 and (victims := self.room.evict(excess)):
+            self._drop(by_namespace(victims))
             self._steps.hand_in(self._fit)

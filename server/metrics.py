@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from . import __version__
+from .accounts import OTHER
 from .core import (
     LOWER_TIERS,
     AdmitOutcome,
     EvictReason,
     Fault,
     PromoteOutcome,
+    QuotaReading,
     ReadOutcome,
     Role,
     SlotState,
@@ -34,7 +36,6 @@ from .http_section import Refusal
 from .policies import POLICIES
 
 TENANT_LABELS_AT_MOST = 200
-OTHER_TENANT = "other"
 ASKED, STORED = "asked", "stored"
 LATENCY_BUCKETS = (
     50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 1.0, 5.0,
@@ -318,6 +319,10 @@ class Metrics:
         """Show the totals of tenants, which are read at each scrape."""
         self.registry.register(_Tenants(read))
 
+    def add_quotas(self, read: Callable[[], Sequence[QuotaReading]]) -> None:
+        """Show the tenants with quotas, which are read at each scrape."""
+        self.registry.register(_Quotas(read))
+
     def exposition(self) -> bytes:
         """Return the text format that Prometheus scrapes."""
         return generate_latest(self.registry)
@@ -349,14 +354,33 @@ class _Tenants(Collector):
             stored.add_metric([name], totals.pop(STORED))
             for tier, tokens in totals.items():
                 hit.add_metric([name, tier], tokens)
-        return [asked, hit, stored]
+        return [asked, hit, stored, self._bytes()]
+
+    def _bytes(self) -> GaugeMetricFamily:
+        taken = GaugeMetricFamily(
+            "kvtier_tenant_bytes",
+            "Bytes of blocks that are charged to a tenant, by tier.",
+            labels=["tenant", "tier"],
+        )
+        found: dict[tuple[str, str], int] = {}
+        names: set[str] = set()
+        for reading in self._read():
+            name = reading.tenant
+            if len(names) >= TENANT_LABELS_AT_MOST and name not in names:
+                name = OTHER
+            names.add(name)
+            for tier, size in reading.used_bytes.items():
+                found[name, tier] = found.get((name, tier), 0) + size
+        for labels, size in found.items():
+            taken.add_metric(labels, size)
+        return taken
 
     def _totals(self) -> dict[str, dict[str, int]]:
         found: dict[str, dict[str, int]] = {}
         for reading in self._read():
             name = reading.tenant
             if name not in found and len(found) >= TENANT_LABELS_AT_MOST:
-                name = OTHER_TENANT
+                name = OTHER
             totals = found.setdefault(name, dict.fromkeys((ASKED, STORED, *Tier), 0))
             totals[STORED] += reading.stored_blocks
             for traffic in reading.traffic:
@@ -364,3 +388,42 @@ class _Tenants(Collector):
                 if traffic.tier is Tier.DEVICE:
                     totals[ASKED] += traffic.tokens_asked
         return found
+
+
+class _Quotas(Collector):
+    """Tenants with quotas, `TENANT_LABELS_AT_MOST` of them at most: the fullest."""
+
+    def __init__(self, read: Callable[[], Sequence[QuotaReading]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics of all quotas."""
+        limits = GaugeMetricFamily(
+            "kvtier_tenant_quota_bytes",
+            "Limits of a tenant's blocks; tier all counts all tiers together.",
+            labels=["tenant", "tier", "limit"],
+        )
+        full = GaugeMetricFamily(
+            "kvtier_tenant_quota_used_ratio",
+            "Largest share of a hard limit that a tenant's blocks take.",
+            labels=["tenant"],
+        )
+        evicted = CounterMetricFamily(
+            "kvtier_tenant_quota_evicted_blocks",
+            "Blocks that went for the quota of their tenant.",
+            labels=["tenant"],
+        )
+        refused = CounterMetricFamily(
+            "kvtier_tenant_quota_refused_blocks",
+            "Blocks that the quota of their tenant had no room for.",
+            labels=["tenant"],
+        )
+        fullest = sorted(self._read(), key=lambda one: -one.fullness)
+        for one in fullest[:TENANT_LABELS_AT_MOST]:
+            for key, size in one.quota.items():
+                tier, _, limit = key.rpartition("_")
+                limits.add_metric([one.tenant, tier or "all", limit], size)
+            full.add_metric([one.tenant], one.fullness)
+            evicted.add_metric([one.tenant], one.evicted_blocks)
+            refused.add_metric([one.tenant], one.refused_blocks)
+        return [limits, full, evicted, refused]

@@ -164,4 +164,4 @@ class Pins:
         pin = next((pin for pin in self._pins.values() if pin.space is space), None)
         if pin is not None:
             self._pins[pin.label] = self._pins.pop(pin.label)
-            space.pool.policy.touch([block.key for block in pin.blocks])
+            space.touch([block.key for block in pin.blocks])

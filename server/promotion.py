@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from .accounts import NOBODY, Account
 from .core import BlockKey, PromoteOutcome, ReadOutcome, Tier, WaitOutcome
 from .directory import Block, Namespace
 from .eviction import Evictor
@@ -70,6 +71,7 @@ class Promotions:
         keys: Sequence[BlockKey],
         start: int,
         done: Callable[[Answer], None],
+        owner: Account,
     ) -> float:
         """Wait for more of `keys` than the session's lease has, if lower tiers have more.
 
@@ -80,7 +82,7 @@ class Promotions:
         end = start + len(leased)
         if end >= len(keys) or not self._usable(session.space):
             return 0.0
-        waiting = Waiting(session, lease, keys, start, end, done, self._clock())
+        waiting = Waiting(session, lease, keys, start, end, done, self._clock(), owner)
         waiting.blocks = dict(enumerate(leased, start))
         self._extend(waiting)
         if not (waiting.awaited or waiting.asking or waiting.todo):
@@ -140,9 +142,12 @@ class Promotions:
         lower: LowerTier,
         urgency: Urgency,
     ) -> Incoming:
-        """Begin to read a block of a chain, which is not on its way yet, into a taken slot."""
+        """Begin to read a block of a chain, which is not on its way yet, into a taken slot.
+
+        It will be charged to whom it is charged to below.
+        """
         key, parent = chain[at], chain[at - 1] if at else b""
-        one = Incoming(space, key, parent, slot, lower)
+        one = Incoming(space, key, parent, slot, lower, lower.index.owner(space.digest, key))
         self._coming[space][key] = one
         self.incoming.add(one)
         self._begin_read(one, urgency)
@@ -262,11 +267,28 @@ class Promotions:
     def _read(self, waiting: Waiting, at: int, lower: LowerTier) -> Incoming | None:
         """Begin to read a block into a slot; None if there is no slot for it."""
         space = waiting.session.space
+        owner = lower.index.owner(space.digest, waiting.keys[at])
+        if owner.tenant == NOBODY:  # Nobody has asked for it since it was found there.
+            owner = waiting.owner
+        if not self._fits(space, owner):
+            self._promoted[lower.tier, PromoteOutcome.QUOTA].inc()
+            return None
         slot = self._evictor.make_room(space, min(len(waiting.todo) + 1, READS_AT_ONCE))
         if slot is None:
             self._promoted[lower.tier, PromoteOutcome.NO_SLOT].inc()
             return None
-        return self.fetch(space, waiting.keys, at, slot, lower, Urgency.REQUEST)
+        one = self.fetch(space, waiting.keys, at, slot, lower, Urgency.REQUEST)
+        one.owner = owner
+        return one
+
+    def _fits(self, space: Namespace, owner: Account) -> bool:
+        """Return whether a tenant's quota has room for one more block than those on their way."""
+        if not owner.quota:
+            return True
+        coming = sum(one.owner is owner for one in self.incoming)
+        fits = self._evictor.fits(space, owner, coming + 1)
+        owner.refused += not fits
+        return fits
 
     def _lease(self, waiting: Waiting, at: int, block: Block) -> None:
         block.leases += 1
@@ -319,8 +341,9 @@ class Promotions:
         """Make what was read visible, unless it is there by now or must not be."""
         space = one.space
         resident = space.blocks.get(one.key)
-        if outcome is ReadOutcome.READ and not one.discarded and resident is None:
-            block = space.add(one.key, one.parent, one.slot)
+        wanted = outcome is ReadOutcome.READ and not one.discarded and resident is None
+        if wanted and (not one.owner.quota or self._evictor.admits(space, one.owner, one.parent)):
+            block = space.add(one.key, one.parent, one.slot, one.owner)
             space.pool.policy.insert([one.key], space.pool.slot_bytes, one.parent or None)
             self.promoted(block, one.parent)
             self._evictor.use(space.pool, [one.slot])
@@ -330,7 +353,7 @@ class Promotions:
             return None, PromoteOutcome.DISCARDED
         if resident is not None:
             return resident, PromoteOutcome.DUPLICATE
-        return None, PromoteOutcome.LOST
+        return None, PromoteOutcome.QUOTA if wanted else PromoteOutcome.LOST
 
     def _cut(self, waiting: Waiting, at: int) -> None:
         """Nothing from a position on is any good to a lookup."""

@@ -13,9 +13,11 @@ that holds them.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -34,7 +36,11 @@ MAX_TENANT_CHARACTERS: Final = 128
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Tenant: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARACTERS)]
-"""Who a request belongs to; empty if it names nobody."""
+"""Who a request belongs to; empty if it names nobody. With `SALT_MARK` in front, which no name can
+have, it is the digest of the request's salt: see `salted`."""
+SALT_MARK: Final = "\x1f"
+SALT_DIGEST_BYTES: Final = 16
+SALTS_REMEMBERED: Final = 1024
 
 
 class Frame(msgspec.Struct, array_like=True, tag_field="op", forbid_unknown_fields=True):
@@ -109,6 +115,8 @@ class Step(Frame, tag="step"):
     """Chains, from their heads, that what is wanted continues: they do not go to make room."""
     stock: Count = 0
     """Slots that the session would like to hold in all, as far as they are free."""
+    tenants: list[tuple[Tenant, Count]] = []
+    """Of `need`, so many are for blocks of these."""
     asked: list[Asked] = []
     """What prompts could have reused in this step, and what was there, by tenant."""
     unreadable: list[int] = []
@@ -167,6 +175,8 @@ class Welcome(Frame, tag="welcome"):
     slabs: list[int]
     """Slabs that hold blocks of the namespace now."""
     slot_bytes: int
+    salt_key: bytes = b""
+    """With which salts travel; empty where the server knows none."""
 
 
 class Refused(Frame, tag="refused"):
@@ -277,6 +287,13 @@ def decode_reply(body: bytes | memoryview) -> Reply:
         return _replies.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError("malformed", f"not a frame: {error}") from error
+
+
+@lru_cache(SALTS_REMEMBERED)
+def salted(key: bytes, salt: str) -> str:
+    """Return how a salt travels: as a digest that says nothing without the server's key."""
+    digest = hashlib.blake2b(salt.encode(), key=key, digest_size=SALT_DIGEST_BYTES)
+    return SALT_MARK + digest.hexdigest()
 
 
 def split_keys(chain: bytes) -> list[BlockKey]:

@@ -1,16 +1,19 @@
 """The index of a lower tier: which records there are, what they take, and which go first.
 
 Keys of all namespaces share one policy, so that the coldest record of all goes first: it knows a
-record by the beginning of its namespace's digest and the key. Runs on the event loop.
+record by the beginning of its namespace's digest and the key. What belongs to a tenant with a quota
+has an order of its own beside that, and is known to continue what it does. Runs on the event loop.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
-from .core import BlockKey
+from .accounts import Account, Accounts, Orders
+from .core import BlockKey, Tier
 from .policies import EvictionPolicy
 from .tiers.base import Held, Listing
 
@@ -19,8 +22,12 @@ DIGEST_BYTES = 8
 SAME_TIME_SECONDS = 60.0
 """Records whose times differ by less were used by the same requests, as far as one can tell."""
 
+OWNER_SHIFT = 48
+SIZE_MASK = (1 << OWNER_SHIFT) - 1
+
 Shelf: TypeAlias = dict[BlockKey, int]
-"""Records whose keys begin with one byte → the bytes that each takes."""
+"""Records whose keys begin with one byte → the bytes that each takes, and above those, from
+`OWNER_SHIFT` on, the number of the account that it is charged to."""
 
 
 class Record(NamedTuple):
@@ -34,8 +41,12 @@ class Record(NamedTuple):
 class RecordIndex:
     """What a lower tier holds."""
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, tier: Tier) -> None:
         self.policy = policy
+        self.orders = Orders()
+        self.accounts = Accounts()
+        """Those of the cache, once it is one: before there are records."""
+        self._tier = tier
         self._overhead = 0
         self._records_bytes = 0
         self._count = 0
@@ -46,6 +57,10 @@ class RecordIndex:
         self._overheads: dict[tuple[str, int], int] = {}
         self._changed: set[bytes] = set()
         """What came or went since the present look at the medium began: we know better."""
+        self._parents: dict[bytes, bytes] = {}
+        """What a record continues, as far as a tenant with a quota has to do with it."""
+        self._children: Counter[bytes] = Counter()
+        """How many of these continue a record."""
 
     @property
     def used_bytes(self) -> int:
@@ -68,20 +83,68 @@ class RecordIndex:
     def size(self, namespace: str, key: BlockKey) -> int:
         """Return the bytes that a record takes; 0 if there is none."""
         shelves = self._shelves.get(namespace)
-        return 0 if shelves is None else shelves[key[0]].get(key, 0)
+        return 0 if shelves is None else shelves[key[0]].get(key, 0) & SIZE_MASK
+
+    def owner(self, namespace: str, key: BlockKey) -> Account:
+        """Return whom a record is charged to; nobody if there is none."""
+        shelves = self._shelves.get(namespace)
+        held = 0 if shelves is None else shelves[key[0]].get(key, 0)
+        return self.accounts.numbered(held >> OWNER_SHIFT)
+
+    def owner_of(self, name: bytes) -> Account | None:
+        """Return whom a record is charged to, by what the policy calls it; None without one."""
+        namespace = self._names.get(name[:DIGEST_BYTES])
+        if namespace is None or not self.has(namespace, name[DIGEST_BYTES:]):
+            return None
+        return self.owner(namespace, name[DIGEST_BYTES:])
+
+    def owners(self) -> dict[bytes, Account]:
+        """Return whom each record is charged to that the policy knows. O(records)."""
+        return {
+            self.name(namespace, key): self.owner(namespace, key)
+            for namespace, shelves in self._shelves.items()
+            for shelf in shelves
+            for key in shelf.keys() - self._unordered.get(namespace, set())
+        }
+
+    def charged(self) -> Iterator[tuple[Account, int]]:
+        """Yield each record's owner and bytes."""
+        for shelves in self._shelves.values():
+            for shelf in shelves:
+                for held in shelf.values():
+                    yield self.accounts.numbered(held >> OWNER_SHIFT), held & SIZE_MASK
 
     def shelves(self, namespace: str) -> Iterator[tuple[int, int]]:
         """Yield records and bytes of a namespace, a part at a time."""
         for shelf in self._shelves.get(namespace, ()):
-            yield len(shelf), sum(shelf.values())
+            yield len(shelf), sum(held & SIZE_MASK for held in shelf.values())
 
-    def add(self, namespace: str, key: BlockKey, record_bytes: int, parent: BlockKey) -> None:
-        """Take in a record that was written, or written again."""
-        name = self._name(namespace, key)
+    def add(
+        self, namespace: str, key: BlockKey, record_bytes: int, parent: BlockKey, owner: Account
+    ) -> None:
+        """Take in a record that was written, or written again: then its owner stays."""
+        name = self.name(namespace, key)
         self._changed.add(name)
-        if self._put(namespace, key, record_bytes):
-            above = self._name(namespace, parent) if parent else None
+        if self._put(namespace, key, record_bytes, owner):
+            above = self.name(namespace, parent) if parent else None
             self.policy.insert([name], record_bytes, above)
+            self.enter(owner, name, record_bytes, above)
+
+    def enter(self, owner: Account, name: bytes, weight: int, parent: bytes | None) -> None:
+        """Remember of a record what quotas need, unless nobody has one."""
+        self.orders.add(owner, name, weight, parent)
+        if parent is not None and self.accounts.quotas and name not in self._parents:
+            above = self.owner_of(parent)
+            if owner.quota or above is None or above.quota:
+                self._parents[name] = parent
+                self._children[parent] += 1
+
+    def prune(self) -> None:
+        """Forget what quotas needed that are no more."""
+        self.orders.prune()
+        if not self.accounts.quotas:
+            self._parents.clear()
+            self._children.clear()
 
     def grew(self, namespace: str, first: int, overhead_bytes: int) -> None:
         """Count what a write took of the medium beside the record."""
@@ -92,15 +155,15 @@ class RecordIndex:
     def remove(self, namespace: str, key: BlockKey) -> bool:
         """Forget a record. Returns whether there was one."""
         shelves = self._shelves.get(namespace)
-        size = None if shelves is None else shelves[key[0]].pop(key, None)
-        if size is None:
+        held = None if shelves is None else shelves[key[0]].pop(key, None)
+        if held is None:
             return False
-        self._forget(namespace, key, size)
+        self._forget(namespace, key, held)
         waiting = self._unordered.get(namespace, set())
         if key in waiting:
             waiting.discard(key)
         else:
-            self.policy.remove(self._name(namespace, key))
+            self.policy.remove(self.name(namespace, key))
         return True
 
     def forget(self, namespace: str, at_most: int) -> int:
@@ -115,16 +178,36 @@ class RecordIndex:
         """Record one request's use of a chain."""
         if namespace in self._shelves:
             front = bytes.fromhex(namespace[: 2 * DIGEST_BYTES])
-            self.policy.touch([front + key for key in keys])
+            names = [front + key for key in keys]
+            self.policy.touch(names)
+            if self.orders:
+                self.orders.touch(names, self.owner_of)
 
     def coldest(self) -> Iterator[Record]:
         """Yield records, the coldest first, and take each out of the index as it is yielded."""
         for name in self.policy.victims():
-            namespace, key = self._names[name[:DIGEST_BYTES]], name[DIGEST_BYTES:]
-            size = self._shelves[namespace][key[0]].pop(key)
-            self._forget(namespace, key, size)
+            record = self._take_out(name)
             self.policy.evict(name)
-            yield Record(namespace, key, size)
+            yield record
+
+    def own_coldest(self, owner: Account, parent: bytes | None) -> Iterator[Record | None]:
+        """Yield a tenant's own records as `coldest` does, and None for each that may not go.
+
+        That is one which another record continues, and `parent`.
+        """
+        for name in self.orders.coldest(owner):
+            if name == parent or name in self._children:
+                yield None
+            else:
+                record = self._take_out(name)
+                self.policy.evict(name)
+                yield record
+
+    def _take_out(self, name: bytes) -> Record:
+        namespace, key = self._names[name[:DIGEST_BYTES]], name[DIGEST_BYTES:]
+        held = self._shelves[namespace][key[0]].pop(key)
+        self._forget(namespace, key, held)
+        return Record(namespace, key, held & SIZE_MASK)
 
     # Looking at the medium.
 
@@ -144,12 +227,12 @@ class RecordIndex:
         shelf = self._open(namespace)[first]
         seen = {held.key for held in listing.records}
         for key in [key for key in shelf if key not in seen]:
-            if self._name(namespace, key) not in self._changed:
+            if self.name(namespace, key) not in self._changed:
                 self.remove(namespace, key)
         waiting = self._unordered.setdefault(namespace, set())
         for held in listing.records:
-            if self._name(namespace, held.key) not in self._changed and self._put(
-                namespace, held.key, held.record_bytes
+            if self.name(namespace, held.key) not in self._changed and self._put(
+                namespace, held.key, held.record_bytes, self.accounts.nobody
             ):
                 waiting.add(held.key)
 
@@ -158,8 +241,9 @@ class RecordIndex:
         for namespace, key in found:
             if key in (waiting := self._unordered.get(namespace, set())):
                 waiting.discard(key)
-                size = self._shelves[namespace][key[0]][key]
-                self.policy.insert([self._name(namespace, key)], size, None)
+                name, size = self.name(namespace, key), self.size(namespace, key)
+                self.policy.insert([name], size, None)
+                self.enter(self.owner(namespace, key), name, size, None)
 
     def _open(self, namespace: str) -> list[Shelf]:
         shelves = self._shelves.get(namespace)
@@ -168,21 +252,35 @@ class RecordIndex:
             self._names[bytes.fromhex(namespace[: 2 * DIGEST_BYTES])] = namespace
         return shelves
 
-    def _put(self, namespace: str, key: BlockKey, size: int) -> bool:
-        """Note a record's size. Returns whether it is new."""
+    def _put(self, namespace: str, key: BlockKey, size: int, owner: Account) -> bool:
+        """Note a record's size, and its owner if it is new. Returns whether it is."""
         shelf = self._open(namespace)[key[0]]
         before = shelf.get(key)
-        shelf[key] = size
-        self._records_bytes += size - (before or 0)
+        if before is not None:
+            owner = self.accounts.numbered(before >> OWNER_SHIFT)
+        shelf[key] = owner.number << OWNER_SHIFT | size
+        more = size - ((before or 0) & SIZE_MASK)
+        self._records_bytes += more
+        owner.charge(self._tier, more)
         self._count += before is None
         return before is None
 
-    def _forget(self, namespace: str, key: BlockKey, size: int) -> None:
+    def _forget(self, namespace: str, key: BlockKey, held: int) -> None:
+        owner, size = self.accounts.numbered(held >> OWNER_SHIFT), held & SIZE_MASK
+        name = self.name(namespace, key)
         self._records_bytes -= size
         self._count -= 1
-        self._changed.add(self._name(namespace, key))
+        self._changed.add(name)
+        owner.charge(self._tier, -size)
+        self.orders.remove(owner, name)
+        parent = self._parents.pop(name, None)
+        if parent is not None:
+            self._children[parent] -= 1
+            if not self._children[parent]:
+                del self._children[parent]
 
-    def _name(self, namespace: str, key: BlockKey) -> bytes:
+    def name(self, namespace: str, key: BlockKey) -> bytes:
+        """Return what the policy calls a record."""
         return bytes.fromhex(namespace[: 2 * DIGEST_BYTES]) + key
 
 

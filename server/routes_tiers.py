@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Header, HTTPException, Path, Query, Request, Response
@@ -9,13 +10,14 @@ from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
 from .config import EffectiveSettings
-from .core import Tier
+from .core import QuotaReading, Tier
 from .errors import SettingsError
 from .guard import GuardOptions
 from .live import LIVE, Live, StaleError, Wish
 from .policies import POLICIES
 from .problems import problems
-from .sections import Scalar
+from .quota_section import quota_texts
+from .sections import QuotaText, Scalar, Value
 
 PAGE_AT_MOST = 500
 WHO_AT_MOST = 100
@@ -26,7 +28,7 @@ class LiveSettings(BaseModel):
 
     version: int
     settings: EffectiveSettings
-    changed: dict[str, Scalar]
+    changed: dict[str, Value]
     """What was changed while a server ran, by key; it outlives restarts."""
     live: list[str]
     """Keys that can be changed."""
@@ -54,7 +56,7 @@ class SettingsWish(BaseModel):
         json_schema_extra={"examples": [{"changes": {"host.policy": "lru"}}]},
     )
 
-    changes: dict[str, Scalar] = Field(min_length=1, max_length=len(LIVE))
+    changes: dict[str, Value] = Field(min_length=1, max_length=len(LIVE))
     guard: GuardWish | None = None
 
 
@@ -76,12 +78,33 @@ class Changed(BaseModel):
     """What became of a change."""
 
     version: int
-    changes: dict[str, tuple[Scalar, Scalar]]
+    changes: dict[str, tuple[Value, Value]]
     """By key: from, to. Empty if everything was so already."""
     evict_bytes: dict[str, int]
     """By tier, what has to go for it."""
     audit: int | None
     dry_run: bool
+
+
+class QuotasWish(BaseModel):
+    """Quotas of all tenants: they replace those that are there."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"quotas": {"acme": {"soft": "6GiB", "hard": "8GiB"}}}]},
+    )
+
+    quotas: QuotaText
+    guard: GuardWish | None = None
+
+
+class Quotas(BaseModel):
+    """The quotas in force, and where tenants stand."""
+
+    version: int
+    quotas: QuotaText
+    """By tenant; `*` stands for each that is not listed."""
+    tenants: list[QuotaReading]
 
 
 class AuditPage(BaseModel):
@@ -142,6 +165,25 @@ def settings_router(live: Live) -> APIRouter:
         changes = {f"{tier}.{name}": value for name, value in wish.settings.items()}
         return await _change(live, request, response, changes, wish.guard, if_match, dry_run)
 
+    @router.get("/v1/quotas")
+    async def quotas(response: Response) -> Quotas:
+        """Quotas of tenants, the bytes that they have, and what went or was refused for it."""
+        response.headers["ETag"] = f'"{live.version}"'
+        texts = quota_texts(live.settings.quotas.tenants)
+        return Quotas(version=live.version, quotas=texts, tenants=live.quotas.readings())
+
+    @router.put("/v1/quotas")
+    async def change_quotas(
+        request: Request,
+        response: Response,
+        wish: QuotasWish,
+        if_match: IfMatch = None,
+        dry_run: DryRun = False,
+    ) -> Changed:
+        """Replace the quotas: a change of the setting `quotas.tenants`."""
+        changes = {"quotas.tenants": wish.quotas}
+        return await _change(live, request, response, changes, wish.guard, if_match, dry_run)
+
     @router.get("/v1/policies")
     async def policies() -> list[str]:
         """Names of the eviction policies that a tier can have."""
@@ -164,7 +206,7 @@ async def _change(  # What a request is made of.
     live: Live,
     request: Request,
     response: Response,
-    changes: dict[str, Scalar],
+    changes: Mapping[str, Value],
     guard: GuardWish | None,
     if_match: str | None,
     dry_run: bool,

@@ -18,7 +18,11 @@ from .policies import POLICIES
 from .sizes import format_size, parse_size, shown
 
 Scalar: TypeAlias = str | int | float | None
-Section: TypeAlias = dict[str, Scalar | list[str]]
+QuotaText: TypeAlias = dict[str, dict[str, str]]
+"""Quotas by tenant, as sizes with units."""
+Value: TypeAlias = Scalar | QuotaText
+"""Of a setting that can change while the server runs."""
+Section: TypeAlias = dict[str, Value | list[str]]
 
 
 def number(value: object) -> object:

@@ -34,6 +34,7 @@ from .lowers import configured, drain, look_after, lower_tiers
 from .metrics import Metrics
 from .recording import Recorder
 from .routes_tiers import settings_router
+from .salts import load_salts
 from .sizes import format_size
 from .tiers.host import HostOptions, HostTier
 from .tiers.slab import HugePages
@@ -105,6 +106,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         options = DataPlaneOptions(settings.socket, settings.group_id())
         self.plane = DataPlane(self.hierarchy, self.metrics, options)
+        self.plane.salts = load_salts(settings.quotas.salts_file)
         self.recorder: Recorder | None = None
         if (folder := settings.recording.path) is not None:
             capacity = settings.recording.capacity
@@ -152,6 +154,7 @@ class Server:
                     group.create_task(_sample_lag(self.metrics)),
                     group.create_task(look_after(self.lowers)),
                     group.create_task(_follow(self.live)),
+                    group.create_task(self.live.quotas.run()),
                 ]
                 if self.recorder is not None:
                     background.append(group.create_task(self.recorder.run()))
@@ -190,8 +193,17 @@ class Server:
     async def _read_again(self) -> None:
         try:
             await self.live.reload(await asyncio.to_thread(self._again))
+            await self._read_salts()
         except SettingsError as error:
             log.error("the settings stay as they are: %s", error)
+
+    async def _read_salts(self) -> None:
+        """Read the salts again. Engines have the key of the start. Raises SettingsError."""
+        file = self.settings.quotas.salts_file
+        salts = await asyncio.to_thread(load_salts, file)
+        if salts.key != self.plane.salts.key:
+            raise SettingsError(f"{file} has another key than at the start: that needs a restart.")
+        self.plane.salts = salts
 
     def _post(self, call: Callable[[], None]) -> None:
         """Make a call on the loop, from any thread; nothing once the loop is closed."""

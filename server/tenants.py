@@ -1,7 +1,6 @@
 """Who asked for what: totals by tenant, of which those of the whole server are the sum.
 
-A request names its tenant, so their number is not ours to choose: the first so many have totals of
-their own, and all later ones share one. Runs on the event loop.
+A tenant's totals go by its account, of which there is a bounded number. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -9,14 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .accounts import Account, Accounts
 from .core import TenantReading, Tier, TierTraffic
-from .metrics import OTHER_TENANT
-
-TENANTS_AT_MOST = 1000
-OTHER = OTHER_TENANT
-"""Where tenants beyond that number are counted."""
-NOBODY = ""
-"""The tenant of requests that name none."""
 
 
 class Asked(Protocol):
@@ -34,7 +27,7 @@ class Asked(Protocol):
 class Tally:
     """The totals of one tenant, in tokens by tier."""
 
-    tenant: str
+    account: Account
     lookups: int = 0
     asked: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     hit: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
@@ -61,33 +54,35 @@ class Tally:
 
     def reading(self) -> TenantReading:
         """Return the totals at this moment."""
-        return TenantReading(self.tenant, self.lookups, self.traffic(), self.stored_blocks)
+        used = dict(self.account.used)
+        return TenantReading(
+            self.account.tenant, self.lookups, self.traffic(), self.stored_blocks, used
+        )
 
 
 class Tenants:
     """The tallies of all tenants."""
 
-    def __init__(self) -> None:
-        self._named: dict[str, Tally] = {}
-        self._shared = {NOBODY: Tally(NOBODY), OTHER: Tally(OTHER)}
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+        self._tallies: dict[Account, Tally] = {}
 
     def tally(self, tenant: str) -> Tally:
         """Return the tally that a tenant's requests are counted in."""
-        found = self._named.get(tenant) or self._shared.get(tenant)
+        account = self._accounts.of(tenant)
+        found = self._tallies.get(account)
         if found is None:
-            if len(self._named) >= TENANTS_AT_MOST:
-                return self._shared[OTHER]
-            found = self._named[tenant] = Tally(tenant)
+            found = self._tallies[account] = Tally(account)
         return found
 
     def below_device(self) -> tuple[int, int]:
         """Return the tokens that kvtier's tiers were asked for since the start, and served."""
-        tallies = [*self._shared.values(), *self._named.values()]
+        tallies = self._tallies.values()
         asked = sum(tally.asked[Tier.HOST] for tally in tallies)
         below = [tier for tier in Tier if tier is not Tier.DEVICE]
         return asked, sum(tally.hit[tier] for tally in tallies for tier in below)
 
     def readings(self) -> list[TenantReading]:
-        """Return the totals of each tenant that was seen, in the order of their first requests."""
-        tallies = [*self._shared.values(), *self._named.values()]
-        return [tally.reading() for tally in tallies if tally != Tally(tally.tenant)]
+        """Return the totals of each tenant that was seen, nobody's first, then the shared ones."""
+        tallies = [self._tallies[one] for one in self._accounts if one in self._tallies]
+        return [tally.reading() for tally in tallies if tally != Tally(tally.account)]

@@ -17,7 +17,7 @@ from .asking import Server
 from .audit import Entry
 from .errors import SettingsError
 from .output import plain_console, print_json
-from .sections import Scalar, Section
+from .sections import Scalar, Section, Value
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
@@ -29,10 +29,10 @@ class Settings(msgspec.Struct, frozen=True):
 
     version: int
     settings: dict[str, Section | Scalar]
-    changed: dict[str, Scalar]
+    changed: dict[str, Value]
     live: list[str]
 
-    def value(self, key: str) -> Scalar | list[str]:
+    def value(self, key: str) -> Value | list[str]:
         """Return the value of a setting by its dotted key."""
         section, _, name = key.partition(".")
         values = self.settings[section]
@@ -43,7 +43,7 @@ class Changed(msgspec.Struct, frozen=True):
     """The answer to a change."""
 
     version: int
-    changes: dict[str, tuple[Scalar, Scalar]]
+    changes: dict[str, tuple[Value, Value]]
     evict_bytes: dict[str, int]
     audit: int | None
     dry_run: bool
@@ -88,6 +88,11 @@ def change_settings(server: Server, wanted: Wanted, *, as_json: bool) -> None:
     path = "/v1/settings?dry_run=true" if wanted.dry_run else "/v1/settings"
     version = "*" if wanted.version is None else f'"{wanted.version}"'
     done = server.ask(Changed, "PATCH", path, body, version)
+    print_change(done, as_json=as_json)
+
+
+def print_change(done: Changed, *, as_json: bool) -> None:
+    """Print what became of a change."""
     if as_json:
         print_json(done)
     else:
@@ -111,12 +116,12 @@ def show_audit(server: Server, *, limit: int, before: int | None, as_json: bool)
         plain_console().print(table)
 
 
-def parse_assignments(assignments: Sequence[str]) -> dict[str, Scalar]:
+def parse_assignments(assignments: Sequence[str]) -> dict[str, Value]:
     """Return the changes that texts such as "disk.capacity=200GiB" ask for.
 
     Values are read as in a settings file. Raises SettingsError.
     """
-    changes: dict[str, Scalar] = {}
+    changes: dict[str, Value] = {}
     for text in assignments:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
@@ -184,9 +189,9 @@ def _told(entry: Entry) -> str:
     return "\n".join(lines)
 
 
-def _lines(changes: Mapping[str, tuple[Scalar, Scalar]]) -> list[str]:
+def _lines(changes: Mapping[str, tuple[Value, Value]]) -> list[str]:
     return [f"{key}: {_text(old)} to {_text(new)}" for key, (old, new) in changes.items()]
 
 
-def _text(value: Scalar | list[str]) -> str:
-    return "none" if value is None else str(value)
+def _text(value: Value | list[str]) -> str:
+    return "none" if value is None or value == {} else str(value)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
+from .accounts import Account
 from .core import BlockKey, ReadOutcome, Tier
 from .directory import Block, Namespace
 from .lower import LowerTier
@@ -74,6 +75,8 @@ class Waiting:
     """Positions from `start` up to here have come, or are awaited."""
     done: Callable[[Answer], None]
     began: float
+    owner: Account
+    """Who asks."""
     blocks: dict[int, Block] = field(default_factory=dict)
     """Leased for it."""
     origins: dict[int, Tier] = field(default_factory=dict)
@@ -95,6 +98,8 @@ class Incoming:
     parent: BlockKey
     slot: int
     source: LowerTier
+    owner: Account
+    """Whom it will be charged to."""
     job: Job[ReadOutcome] | None = None
     waiters: dict[Waiting, int] = field(default_factory=dict)
     """Who waits for it, and at which position."""

@@ -14,9 +14,11 @@ from enum import StrEnum
 from pathlib import Path
 
 import yaml
+from kvtier.accounts import QUOTA_KEYS, Accounts
 from kvtier.client import FAILURES
 from kvtier.core import Tier
 from kvtier.metrics import Metrics
+from kvtier.quotas import quota_reading
 from kvtier.tenants import Tally
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -133,7 +135,10 @@ def server_series() -> dict[str, Series]:
     metrics = Metrics()
     for gauge in (metrics.capacity_bytes, metrics.used_bytes, metrics.blocks):
         gauge.labels(Tier.HOST)  # Which begin with the first reading, not with the registry.
-    metrics.add_tenants(lambda: [Tally("acme").reading()])
+    account = Accounts().of("acme")
+    account.quota = dict.fromkeys(QUOTA_KEYS, 1)
+    metrics.add_tenants(lambda: [Tally(account).reading()])
+    metrics.add_quotas(lambda: [quota_reading(account)])
     named = {
         family.name: metric._labelnames  # noqa: SLF001  # told nowhere else
         for metric in vars(metrics).values()

@@ -26,6 +26,8 @@ class Account:
         self.by = NOBODY
         self.say = wire.Step(seq=0)
         """What the next frame will say."""
+        self.salt_key = b""
+        """With which the server wants salts; empty where it knows none."""
         self._client = client
         self._log = log
         self._stock: list[int] = []
@@ -62,16 +64,17 @@ class Account:
         """Count an answer that did not come in time."""
         self._client.failures["deadline"] += 1
 
-    def take_slots(self, need: int, above: Iterable[bytes]) -> list[int]:
+    def take_slots(self, need: int, above: Iterable[bytes], tenants: Iterable[str]) -> list[int]:
         """Return up to `need` slots, from the stock or, if that is too small, by asking.
 
-        `above`: the chains that what is to be stored continues.
+        `above`: the chains that what is to be stored continues; `tenants`: whose each block is.
         """
         self._stock += self._client.grants()
         short = need - len(self._stock)
         if short > 0:
             step, self.say = self.say, wire.Step(seq=0)
             step.need, step.stock, step.above = short, STOCK, [*above]
+            step.tenants = list(Counter([*tenants][-short:]).items())
             granted = self._client.step(step)
             self._stock += [] if granted is None else granted.slots
         if self._now() != self.by:
@@ -121,4 +124,7 @@ class Account:
 
     def _now(self) -> Promise:
         welcome = self._client.meet()
-        return NOBODY if welcome is None else Promise(welcome.server, welcome.session)
+        if welcome is None:
+            return NOBODY
+        self.salt_key = welcome.salt_key
+        return Promise(welcome.server, welcome.session)

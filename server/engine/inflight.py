@@ -155,12 +155,12 @@ def above(candidates: Iterable[Candidate]) -> Iterator[bytes]:
         last = one.key
 
 
-def chains(pairs: Iterable[tuple[Candidate, int]]) -> list[wire.Chain]:
+def chains(pairs: Iterable[tuple[Candidate, int]], salt_key: bytes) -> list[wire.Chain]:
     """Return candidates and their slots as runs in which each block is the next one's parent."""
     found: list[wire.Chain] = []
     last = b""
     for candidate, slot in pairs:
-        tenant = candidate.tracked.controls.tenant
+        tenant = candidate.tracked.tenant(salt_key)
         if found and candidate.parent == last and tenant == found[-1].tenant:
             found[-1].keys += candidate.key
             found[-1].slots.append(slot)

@@ -47,7 +47,8 @@ class Lookups:
     def ask(self, tracked: Tracked, hashes: Sequence[bytes], first: int) -> Match | Awaited | None:
         """Ask the server. None is a miss."""
         span = self._tracer.span(LOOKUP, tracked.request.trace_headers)
-        found = self._account.lookup(joined(hashes), first, tracked.controls.tenant)
+        tenant = tracked.tenant(self._account.salt_key)
+        found = self._account.lookup(joined(hashes), first, tenant)
         by, last = self._account.by, len(hashes)
         if found is None:
             self._end(span, first, last, 0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ..protocol import salted
 from .controls import Controls, ControlsError, read_controls
 from .plan import Promise
 from .tracing import Span
@@ -88,6 +89,11 @@ class Tracked:
     """A load of it failed: it is computed, and nothing is tried twice."""
     admitted: bool = False
     """vLLM has taken it up at least once: what it asked of the tiers is counted."""
+
+    def tenant(self, salt_key: bytes) -> str:
+        """Return who the request is counted for, as it travels: by name, or by its salt."""
+        named, salt = self.controls.tenant, self.request.cache_salt
+        return salted(salt_key, salt) if salt_key and salt and not named else named
 
     def cacheable(self, tokens: int, block_tokens: int) -> int:
         """Return how many whole blocks of the first `tokens` tokens may be cached."""

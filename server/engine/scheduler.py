@@ -144,7 +144,9 @@ class SchedulerSide:
         candidates: Sequence[Candidate] = ()
         slots: list[int] = []
         if plan.by is not NOBODY and (candidates := self._candidates(scheduler_output)):
-            slots = self._account.take_slots(len(candidates), above(candidates))
+            key = self._account.salt_key
+            tenants = (candidate.tracked.tenant(key) for candidate in candidates)
+            slots = self._account.take_slots(len(candidates), above(candidates), tenants)
             for cut in candidates[len(slots) :]:
                 cut.tracked.refused = True
             candidates = candidates[: len(slots)]
@@ -304,7 +306,7 @@ class SchedulerSide:
     def _count(self, tracked: Tracked, device: int, lower: tuple[int, int, int]) -> None:
         asked = tracked.reusable(self._block_tokens)
         if asked:
-            tenant = tracked.controls.tenant
+            tenant = tracked.tenant(self._account.salt_key)
             self._account.say.asked.append(wire.Asked(tenant, asked, device, *lower))
 
     # Stores.
@@ -366,7 +368,8 @@ class SchedulerSide:
         lost = set(done.slots) if done.discarded else done.failed
         pairs = zip(done.candidates, done.slots, strict=True)
         self._account.say.aborts += [slot for slot in done.slots if slot in lost]
-        self._account.say.commits += chains(pair for pair in pairs if pair[1] not in lost)
+        stored = (pair for pair in pairs if pair[1] not in lost)
+        self._account.say.commits += chains(stored, self._account.salt_key)
 
 
 def _load(loading: Loading) -> Load:

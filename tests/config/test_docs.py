@@ -11,12 +11,14 @@ import msgspec
 import pytest
 import yaml
 from kvtier import protocol as wire
+from kvtier.accounts import QUOTA_KEYS
 from kvtier.client import FAILURES
 from kvtier.config import descriptions, load_settings
 from kvtier.core import Manifest, Role, SlotRef
 from kvtier.engine.options import KEYS, read_options
 from kvtier.live import Kept
 from kvtier.lmcache import options as adapter
+from kvtier.quotas import QuotaKeeper
 from kvtier.readings import Readings
 from kvtier.serve import Server
 from support import MANIFEST, hierarchy
@@ -57,6 +59,7 @@ def read_cache():
     """Return a small cache and its metrics, read once."""
     cache = hierarchy(4)
     cache.tenants.tally("acme").lookups += 1
+    QuotaKeeper(cache).set({"acme": dict.fromkeys(QUOTA_KEYS, 4096)})
     Readings(cache).refresh_metrics()
     cache.host.close()
     return cache, cache.metrics

@@ -1,5 +1,6 @@
 """Settings are strict: what is misspelt or wrong stops the start and is named."""
 
+import json
 import os
 import re
 
@@ -97,6 +98,7 @@ def test_nothing_set_gives_the_documented_defaults(monkeypatch):
             "connections": 4,
         },
         "loads": {"mode": "auto", "wait_seconds": 5.0},
+        "quotas": {"tenants": {}, "salts_file": None},
         "recording": {"path": None, "capacity": "256MiB"},
         "log": {"level": "info"},
     }
@@ -254,6 +256,8 @@ def test_every_key_can_be_set_by_the_environment(monkeypatch):
         "KVTIER_REDIS__PASSWORD_FILE": "/tmp/secret",
         "KVTIER_LOADS__MODE": "always",
         "KVTIER_LOADS__WAIT_SECONDS": "7",
+        "KVTIER_QUOTAS__TENANTS": '{"acme": {"hard": "1GiB"}}',
+        "KVTIER_QUOTAS__SALTS_FILE": "/tmp/salts",
         "KVTIER_RECORDING__PATH": "/tmp/lookups",
         "KVTIER_RECORDING__CAPACITY": "1GiB",
         "KVTIER_LOG__LEVEL": "debug",
@@ -266,6 +270,7 @@ def test_every_key_can_be_set_by_the_environment(monkeypatch):
         section, _, key = name.removeprefix("KVTIER_").lower().rpartition("__")
         found = effective[section][key] if section else effective[key]
         text = ",".join(found) if isinstance(found, list) else str(found)
+        text = json.dumps(found) if isinstance(found, dict) else text
         assert text.removesuffix(".0") == value
 
 

@@ -13,14 +13,16 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kvtier.changes import Teller
-from kvtier.core import EvictReason, Role, StoreOutcome
+from kvtier.core import EvictReason, Role, StoreOutcome, Tier
 from kvtier.integrity import check_integrity
 from kvtier.policies import POLICIES
+from kvtier.quotas import QuotaKeeper
 from support import Mirror, chain, hierarchy, manifest
 
 SLOTS = 40
 MANIFESTS = {"small": manifest(), "large": manifest(shard_bytes=3 * 4096)}
 CHAINS = [chain(name, 9) for name in "abcdef"]
+TENANTS = ("", "a", "b")
 PROMPTS = [*CHAINS, *([*CHAINS[0][:4], *chain(f"branch {n}", 4)] for n in range(3))]
 
 
@@ -43,11 +45,15 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.cache = hierarchy(
             SLOTS, clock=lambda: 0.0, policy=self.policy, high_watermark=0.9, low_watermark=0.8
         )
+        self.keeper = QuotaKeeper(self.cache)
         self.sight = {name: Sight() for name in MANIFESTS}
         self.sessions = []
         self.reserved: dict[int, set[int]] = {}
         self.leases: dict[tuple[int, int], list[tuple[str, bytes]]] = {}
         self.lookups = 0
+        self.owners = {}
+        self.within = True
+        """Nobody is above a quota that became smaller than what is leased."""
         self.engines = 0
         self.turns = []
         self.teller = Teller(self.turns.append)
@@ -123,25 +129,26 @@ class HierarchyMachine(RuleBasedStateMachine):
         data=st.data(),
         keys=st.sampled_from(PROMPTS),
         device=st.integers(0, 3),
+        tenant=st.sampled_from(TENANTS),
     )
-    def serve(self, data, keys, device):
+    def serve(self, data, keys, device, tenant):
         """Do what an engine does with a prompt: lease what is there, store what is missing."""
         session = data.draw(st.sampled_from(self.schedulers()), "session")
         ready = device + len(self.look(session, keys, device))
-        slots = self.take(session, len(keys) - ready, 0)
-        self.put(session, keys[ready - 1] if ready else b"", keys[ready:], slots)
+        slots = self.take(session, len(keys) - ready, 0, tenant)
+        self.put(session, keys[ready - 1] if ready else b"", keys[ready:], slots, tenant)
 
     @precondition(lambda self: self.schedulers())
     @rule(data=st.data(), need=st.integers(0, 12), stock=st.integers(0, 8))
     def reserve(self, data, need, stock):
         self.take(data.draw(st.sampled_from(self.schedulers()), "session"), need, stock)
 
-    def take(self, session, need, stock):
+    def take(self, session, need, stock, tenant=""):
         moves = self.cache.metrics.evictions.labels(
             "host", self.policy, EvictReason.SLAB_MOVE
         )._value.get()
         before = {name: dict(sight.visible) for name, sight in self.sight.items()}
-        slots = self.cache.reserve(session, need, stock)
+        slots = self.cache.reserve(session, need, stock, (), {tenant: need})
         assert len(set(slots)) == len(slots)
         held = self.reserved.setdefault(session.number, set())
         assert not held & set(slots), "a slot is promised once"
@@ -156,7 +163,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         return slots
 
     def follow_evictions(self, before, moved):
-        leased = {key for keys in self.leases.values() for key in keys}
+        leased = self.leased()
         for name, sight in self.sight.items():
             space = self.cache.directory.namespaces.get(MANIFESTS[name].digest())
             now = {} if space is None else space.blocks
@@ -170,24 +177,72 @@ class HierarchyMachine(RuleBasedStateMachine):
                 del sight.visible[key]
 
     @precondition(lambda self: any(self.reserved.values()))
-    @rule(data=st.data(), keys=st.sampled_from(PROMPTS), start=st.integers(0, 7))
-    def commit(self, data, keys, start):
+    @rule(
+        data=st.data(),
+        keys=st.sampled_from(PROMPTS),
+        start=st.integers(0, 7),
+        tenant=st.sampled_from(TENANTS),
+    )
+    def commit(self, data, keys, start, tenant):
         session = self.owner_of_slots(data)
         slots = sorted(self.reserved[session.number])[: data.draw(st.integers(1, 4), "count")]
-        self.put(session, keys[start - 1] if start else b"", keys[start:], slots)
+        self.put(session, keys[start - 1] if start else b"", keys[start:], slots, tenant)
 
-    def put(self, session, parent, keys, slots):
+    def put(self, session, parent, keys, slots, tenant):
         sight = self.sight[self.name(session)]
         part, slots = keys[: len(slots)], slots[: len(keys)]
         for slot, key in zip(slots, part, strict=True):
             sight.content[slot] = key
-        self.cache.commit(session, parent, part, slots)
+        before = {name: dict(sight.visible) for name, sight in self.sight.items()}
+        self.cache.commit(session, parent, part, slots, tenant)
         self.reserved[session.number].difference_update(slots)
         for slot, key in zip(slots, part, strict=True):
-            if key not in sight.visible:
+            if key not in sight.visible and key in session.space.blocks:
                 sight.visible[key] = slot
                 sight.parents[key] = parent
             parent = key
+        self.follow_quotas(before, part, tenant)
+
+    def follow_quotas(self, before, part, tenant):
+        """What goes at a commit is the tenant's own, and what is refused is its own too."""
+        account = self.cache.accounts.of(tenant)
+        for name, sight in self.sight.items():
+            space = self.cache.directory.namespaces.get(MANIFESTS[name].digest())
+            now = {} if space is None else space.blocks
+            gone = before[name].keys() - now.keys()
+            assert not gone or account.quota
+            assert not {(name, key) for key in gone} & self.leased(), "a leased block stays"
+            parents = {sight.parents.get(key) for key in now}
+            assert not gone & parents, "a chain's tail goes before its head"
+            assert all(self.owners[name, key] is account for key in gone)
+            for key in gone:
+                del sight.visible[key]
+            for key in sight.visible.keys() - before[name].keys():
+                self.owners[name, key] = account
+        assert account.above("hard", Tier.HOST) <= 0 or not self.within
+
+    def leased(self):
+        return {key for keys in self.leases.values() for key in keys}
+
+    @rule(
+        quotas=st.dictionaries(
+            st.sampled_from([*TENANTS, "*"]),
+            st.dictionaries(
+                st.sampled_from(["host_hard", "hard", "host_soft"]),
+                st.integers(1, 30).map(lambda slots: slots * 4096),
+                min_size=1,
+            ),
+        )
+    )
+    def quotas_change(self, quotas):
+        before = {name: dict(sight.visible) for name, sight in self.sight.items()}
+        self.keeper.set(quotas)
+        for _ in self.keeper.settle():
+            check_integrity(self.cache)
+        self.follow_evictions(before, moved=False)
+        self.within = not any(
+            account.above("hard", Tier.HOST) > 0 for account in self.cache.accounts
+        )
 
     @precondition(lambda self: any(self.reserved.values()))
     @rule(data=st.data())

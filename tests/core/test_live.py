@@ -510,6 +510,49 @@ async def test_a_guard_without_enough_traffic_says_so(site):
     assert "too few tokens before" in one.audit.page(None, 2)[1].note
 
 
+QUOTAS = {"a": {"host_hard": f"{8 * SLOT // 1024}KiB", "soft": "1GiB"}}
+
+
+async def test_quotas_count_at_once_and_let_go_what_is_too_much(site, tmp_path):
+    site = await site()
+    running = asyncio.create_task(site.live.quotas.run())
+    keys = chain("a", 16)
+    slots = site.cache.reserve(site.session, 16, 0)
+    site.cache.commit(site.session, b"", keys, slots, "a")
+    site.settle()
+    tried = await site.live.change(Wish("op", {"quotas.tenants": QUOTAS}, dry_run=True))
+    assert tried.evict_bytes == {"host": 8 * SLOT, "disk": 0}
+    assert len(site.cache.directory) == 16
+    done = await site.live.change(Wish("op", {"quotas.tenants": QUOTAS}))
+    assert done.changes == {"quotas.tenants": ({}, QUOTAS)}
+    await site.until(lambda: len(site.cache.directory) == 8)
+    assert site.session.space.prefix(keys, 0)[-1].key == keys[7]
+    (entry,) = site.audit.page(None, 10)
+    assert entry.changes == {"quotas.tenants": ({}, QUOTAS)}
+    again, kept = load_kept(settings_of(tmp_path / "state"))
+    assert again.quotas.tenants == {"a": {"host_hard": 8 * SLOT, "soft": 1 << 30}}
+    assert plain(again)["quotas.tenants"] == QUOTAS
+    fresh = Site(tmp_path / "state", kept, **kept.changes)
+    assert fresh.cache.accounts.of("a").quota == {"host_hard": 8 * SLOT, "soft": 1 << 30}
+    running.cancel()
+
+
+async def test_a_lease_is_waited_for_when_a_quota_falls(site):
+    site = await site()
+    running = asyncio.create_task(site.live.quotas.run())
+    keys = chain("a", 8)
+    slots = site.cache.reserve(site.session, 8, 0)
+    site.cache.commit(site.session, b"", keys, slots, "a")
+    site.cache.lookup(site.session, 1, keys, 0, "a")
+    quotas = {"a": {"host_hard": f"{4 * SLOT // 1024}KiB"}}
+    await site.live.change(Wish("op", {"quotas.tenants": quotas}))
+    await asyncio.sleep(0.01)
+    assert len(site.cache.directory) == 8
+    site.cache.release(site.session, 1)
+    await site.until(lambda: len(site.cache.directory) == 4)
+    running.cancel()
+
+
 def test_every_setting_of_the_list_is_a_setting(tmp_path):
     assert set(plain(settings_of(tmp_path))) == set(LIVE)
 

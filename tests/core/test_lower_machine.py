@@ -19,6 +19,7 @@ from kvtier.hierarchy import Hierarchy
 from kvtier.integrity import check_integrity
 from kvtier.lower import LowerTier
 from kvtier.lower_options import LowerOptions
+from kvtier.quotas import QuotaKeeper
 from kvtier.worth import LoadMode
 from manual_tiers import DictStore, ManualPool, Timers
 from support import chain, host_tier, manifest
@@ -27,6 +28,8 @@ SLOTS = 40
 CAPACITY = 40 * 2 * 4096
 MANIFEST = manifest()
 CHAINS = [chain(name, 9) for name in "abcd"]
+TENANTS = ("", "a", "b")
+QUOTA_KEYS = ("hard", "soft", "host_hard", "disk_hard", "disk_soft", "redis_hard")
 PROMPTS = [*CHAINS, *([*CHAINS[0][:4], *chain(f"branch {n}", 4)] for n in range(3))]
 FAULTS = [None, None, None, ReadOutcome.MISSING, ReadOutcome.CORRUPT, Fault.IO, Fault.FULL]
 
@@ -69,6 +72,7 @@ class LowerMachine(RuleBasedStateMachine):
         self.cache = Hierarchy(
             host, host._metrics, lambda: self.now, self.lowers, self.timers.later
         )
+        self.keeper = QuotaKeeper(self.cache)
         for lower in self.lowers:
             lower.start()
         self.settle()
@@ -124,19 +128,46 @@ class LowerMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(self.sessions), "session")
 
     @precondition(lambda self: self.sessions)
-    @rule(data=st.data(), keys=st.sampled_from(PROMPTS), start=st.integers(0, 5))
-    def store(self, data, keys, start):
+    @rule(
+        data=st.data(),
+        keys=st.sampled_from(PROMPTS),
+        start=st.integers(0, 5),
+        tenant=st.sampled_from(TENANTS),
+    )
+    def store(self, data, keys, start, tenant):
         session = self.draw_session(data)
-        slots = self.cache.reserve(session, len(keys) - start, 0)
+        count = len(keys) - start
+        slots = self.cache.reserve(session, count, 0, (), {tenant: count})
         part = keys[start : start + len(slots)]
         for slot, key in zip(slots, part, strict=True):
             memory = self.cache.host.memory(slot, session.space.pool)
             memory[:] = key * (len(memory) // len(key))
-        self.cache.commit(session, keys[start - 1] if start else b"", part, slots)
+        parent = keys[start - 1] if start else b""
+        self.cache.commit(session, parent, part, slots, tenant)
+
+    @rule(
+        quotas=st.dictionaries(
+            st.sampled_from([*TENANTS, "*"]),
+            st.dictionaries(
+                st.sampled_from(QUOTA_KEYS),
+                st.integers(1, 40).map(lambda slots: slots * 4096),
+                min_size=1,
+            ),
+        )
+    )
+    def quotas_change(self, quotas):
+        self.keeper.set(quotas)
+        for _ in self.keeper.settle():
+            check_integrity(self.cache)
 
     @precondition(lambda self: self.sessions)
-    @rule(data=st.data(), keys=st.sampled_from(PROMPTS), start=st.integers(0, 6))
-    def look_up(self, data, keys, start):
+    @rule(
+        data=st.data(),
+        keys=st.sampled_from(PROMPTS),
+        start=st.integers(0, 6),
+        tenant=st.sampled_from(TENANTS),
+    )
+    def look_up(self, data, keys, start, tenant):
         session = self.draw_session(data)
         self.lookups += 1
         lease = self.lookups
@@ -146,7 +177,7 @@ class LowerMachine(RuleBasedStateMachine):
             self.check(session, lease, keys, start, answer.slots)
             assert answer.disk + answer.redis <= len(answer.slots)
 
-        ready = self.cache.lookup(session, lease, keys, start, "", done)
+        ready = self.cache.lookup(session, lease, keys, start, tenant, done)
         if ready.within:
             self.waiting[lease] = (session, keys)
             assert not ready.slots
@@ -217,7 +248,7 @@ class LowerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), keys=st.sampled_from(PROMPTS), start=st.integers(0, 2))
     def what_was_stored_is_wanted_again(self, data, keys, start):
         """The road that lower tiers are for: stored, written, evicted, and looked up."""
-        self.store(data, keys, 0)
+        self.store(data, keys, 0, "")
         self.settle()
         self.memory_is_short(data.draw(st.integers(1, 40), "evicted"))
         self.settle()
@@ -228,7 +259,7 @@ class LowerMachine(RuleBasedStateMachine):
                 EvictReason.UNREADABLE,
             )
             self.settle()
-        self.look_up(data, keys, start)
+        self.look_up(data, keys, start, "")
 
     @rule(tier=st.integers(0, 1))
     def results_arrive(self, tier):

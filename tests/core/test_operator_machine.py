@@ -94,7 +94,7 @@ class OperatorMachine(LowerMachine):
     )
     def pin(self, data, keys, length, stored):
         if stored:
-            self.store(data, keys, 0)
+            self.store(data, keys, 0, "")
         pins, space = self.cache.pins, self.space()
         found = space.prefix(keys[:length], 0)
         fresh = sum(block not in pins for block in found) * space.pool.slot_bytes
@@ -185,7 +185,7 @@ class OperatorMachine(LowerMachine):
     @rule(data=st.data(), keys=st.sampled_from(PROMPTS))
     def what_was_evicted_is_prefetched(self, data, keys):
         """The road that prefetch is for: stored, written, evicted, and brought back."""
-        self.store(data, keys, 0)
+        self.store(data, keys, 0, "")
         self.settle()
         self.memory_is_short(data.draw(st.integers(1, 40), "evicted"))
         self.settle()

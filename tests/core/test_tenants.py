@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from kvtier.accounts import OTHER, TENANTS_AT_MOST, Accounts
 from kvtier.core import Role
 from kvtier.metrics import TENANT_LABELS_AT_MOST, Metrics
 from kvtier.protocol import Asked
 from kvtier.readings import Readings
-from kvtier.tenants import OTHER, TENANTS_AT_MOST, Tenants
+from kvtier.tenants import Tenants
 from support import MANIFEST, chain, hierarchy, tokens
 
 TOKENS = MANIFEST.block_tokens
@@ -21,7 +22,7 @@ def cache():
 
 
 def test_tenants_beyond_the_limit_share_one_total():
-    tenants = Tenants()
+    tenants = Tenants(Accounts())
     for number in range(TENANTS_AT_MOST + 50):
         tenants.tally(f"tenant {number}").lookups += 1
         tenants.tally("").lookups += 1
@@ -72,7 +73,7 @@ def series(metrics, name):
 
 
 def test_tenants_have_series_of_their_own_up_to_a_limit():
-    metrics, tenants = Metrics(), Tenants()
+    metrics, tenants = Metrics(), Tenants(Accounts())
     metrics.add_tenants(tenants.readings)
     for number in range(TENANT_LABELS_AT_MOST + 50):
         tenants.tally(f"t{number}").count(Asked(f"t{number}", 10, 2, 5), 16)
@@ -85,7 +86,7 @@ def test_tenants_have_series_of_their_own_up_to_a_limit():
 
 
 def test_a_tenant_that_is_called_other_is_counted_with_the_others():
-    metrics, tenants = Metrics(), Tenants()
+    metrics, tenants = Metrics(), Tenants(Accounts())
     metrics.add_tenants(tenants.readings)
     tenants.tally("other").stored_blocks += 1
     tenants.tally("").stored_blocks += 2

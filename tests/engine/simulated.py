@@ -35,7 +35,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.pooling_params = self.lora_request = self.prompt_embeds = None
-        self.kv_transfer_params = self.trace_headers = None
+        self.kv_transfer_params = self.trace_headers = self.cache_salt = None
         self.skip_reading_prefix_cache = False
         self.status = SimpleNamespace(name="FINISHED_STOPPED")
         self.all_token_ids = [ord(prompt[0])] * tokens
@@ -172,9 +172,13 @@ class Engine:
     def run(self, name, prompt="p", tokens=4 * TOKENS + 1, first_block=0, computed=0):
         """Serve a prompt in one step. Returns the request and its matched tokens."""
         request = Request(name, prompt, tokens, range(first_block, first_block + 16))
+        return request, self.serve(request, computed)
+
+    def serve(self, request, computed=0):
+        """Serve a request in one step. Returns its matched tokens."""
         matched = self.admit(request, computed)
-        self.step({request: tokens - request.num_computed_tokens})
-        return request, matched
+        self.step({request: request.num_tokens - request.num_computed_tokens})
+        return matched
 
 
 def lose(worker, slot):

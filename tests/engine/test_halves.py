@@ -11,8 +11,11 @@ pytest.importorskip("vllm.distributed")
 
 from kvtier import protocol as wire
 from kvtier.core import StoreOutcome, unpack_slot
+from kvtier.engine.controls import Controls
 from kvtier.engine.inflight import Candidate, chains
 from kvtier.engine.plan import Promise, WorkerReport
+from kvtier.engine.requests import Tracked
+from kvtier.salts import Salts
 from simulated import TOKENS, Engine, Request, blocks, end_session, leased, lose
 from support import until
 
@@ -314,8 +317,9 @@ def test_a_full_tier_stores_the_heads_and_leaves_the_rest_to_the_next_request(pl
 
 def test_chains_join_consecutive_blocks_of_one_tenant():
     def candidate(key, parent, tenant=""):
-        controls = SimpleNamespace(tenant=tenant)
-        return Candidate(SimpleNamespace(controls=controls), 0, key, parent, 0)
+        request = Request("r")
+        tracked = Tracked(request, Controls(tenant=tenant), None, "", None)
+        return Candidate(tracked, 0, key, parent, 0)
 
     found = chains(
         [
@@ -323,7 +327,8 @@ def test_chains_join_consecutive_blocks_of_one_tenant():
             (candidate(b"b", b"a"), 2),
             (candidate(b"d", b"c"), 3),
             (candidate(b"e", b"d", "x"), 4),
-        ]
+        ],
+        b"",
     )
     assert [(c.parent, c.keys, c.slots, c.tenant) for c in found] == [
         (b"", b"ab", [1, 2], ""),
@@ -338,3 +343,65 @@ def test_slots_of_all_ranks_lie_apart(plane, engines):
     [space] = plane.cache.directory.namespaces.values()
     assert space.pool.slot_bytes == 3 * 4096
     assert all(unpack_slot(block.slot).index < 1 << 24 for block in space.blocks.values())
+
+
+def heard(monkeypatch):
+    """Return a list that gets each frame which the server hears."""
+    frames = []
+    decode = wire.decode_request
+
+    def listen(body):
+        frames.append(bytes(body))
+        return decode(body)
+
+    monkeypatch.setattr(wire, "decode_request", listen)
+    return frames
+
+
+def test_a_salt_says_whose_a_request_is_and_never_leaves_the_engine(plane, engines, monkeypatch):
+    frames = heard(monkeypatch)
+    key = bytes(range(32))
+    digest = wire.salted(key, "pepper").removeprefix(wire.SALT_MARK)
+    plane.plane.salts = Salts(key, {digest: "acme"})
+    engine = engines()
+    for number, (salt, named) in enumerate(
+        [("pepper", None), ("paprika", None), ("pepper", "globex"), (None, None)]
+    ):
+        request = Request(f"r{number}", "abcd"[number])
+        request.cache_salt = salt
+        if named is not None:
+            request.kv_transfer_params = {"kvtier": {"tenant": named}}
+        engine.serve(request)
+    until(lambda: blocks(plane) == 16, "the stores")
+    of = {one.tenant: one for one in plane.do(plane.readings.tenants)}
+    assert {name: one.stored_blocks for name, one in of.items()} == {"": 8, "acme": 4, "globex": 4}
+    assert {name: one.lookups for name, one in of.items()} == {"": 2, "acme": 1, "globex": 1}
+    assert of["acme"].traffic[0].tokens_asked == 4 * TOKENS
+    assert any(digest.encode() in frame for frame in frames)
+    assert not any(salt in frame for salt in (b"pepper", b"paprika") for frame in frames)
+
+
+def test_a_server_that_knows_no_salts_is_told_of_none(plane, engines, monkeypatch):
+    frames = heard(monkeypatch)
+    engine = engines()
+    request = Request("r")
+    request.cache_salt = "pepper"
+    engine.serve(request)
+    until(lambda: blocks(plane) == 4, "the stores")
+    assert not any(wire.SALT_MARK.encode() + b"0" in frame for frame in frames)
+    assert [one.tenant for one in plane.do(plane.readings.tenants)] == [""]
+
+
+def test_a_full_tier_makes_room_for_a_tenants_store_with_the_tenants_own(plane, engines):
+    """The step says whose the slots are that it wants, before anything is copied into them."""
+    plane.do(plane.cache.accounts.limit, {"noisy": {"host_hard": 12 * 4096}})
+    quiet = engines("quiet")
+    quiet.run("q", "q", 4 * TOKENS + 1)
+    noisy = engines("noisy")
+    for number in range(40):
+        request = Request(f"n{number}", chr(0x4E00 + number), 4 * TOKENS + 1)
+        request.kv_transfer_params = {"kvtier": {"tenant": "noisy"}}
+        noisy.serve(request)
+    until(lambda: plane.do(lambda: plane.cache.accounts.of("noisy").used["host"]) > 0, "stores")
+    assert plane.do(lambda: plane.cache.accounts.of("noisy").used["host"]) <= 12 * 4096
+    assert quiet.run("again", "q", 4 * TOKENS + 1, first_block=20)[1] == 4 * TOKENS
