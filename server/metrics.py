@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -60,6 +60,7 @@ class Metrics:
     def __init__(self, lowers: Iterable[Tier] = LOWER_TIERS) -> None:
         self.registry = CollectorRegistry()
         reg = self.registry
+        ProcessCollector(registry=reg)
         info = Gauge("kvtier_build_info", "Version of kvtier.", ["version"], registry=reg)
         info.labels(__version__).set(1)
 

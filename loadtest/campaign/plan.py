@@ -69,10 +69,13 @@ class Plan:
 
 
 def quick(model: Path) -> Plan:
-    """Documents and chats through every tier of kvtier and LMCache, and vLLM alone."""
+    """Documents and chats through every tier of kvtier and LMCache, and vLLM alone.
+
+    Each document is asked about once, so that all of a first run is cold.
+    """
     make = _Maker(model)
     documents = make.workload(
-        "documents", {"documents": 2, "readers": 3, "document": 1500, "question": 60, "output": 8}
+        "documents", {"documents": 5, "readers": 1, "document": 1200, "question": 60, "output": 8}
     )
     chat = make.workload(
         "chat", {"sessions": 2, "turns": 3, "system": 300, "message": 200, "output": 16}

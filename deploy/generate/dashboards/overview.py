@@ -126,6 +126,12 @@ OVERVIEW = Dashboard(
                     Unit.SECONDS,
                 ),
                 Panel(
+                    "CPU",
+                    "Cores that the server uses. One is what its loop can have; threads copy beside "
+                    "it.",
+                    [Query(rate("process_cpu_seconds_total"), "{{instance}}")],
+                ),
+                Panel(
                     "What holds the loop",
                     "CPU time of single pieces of work: an engine's frame, or what a lower tier "
                     "handed over.",
@@ -134,6 +140,32 @@ OVERVIEW = Dashboard(
                             quantile(0.99, "kvtier_loop_hold_seconds", by="work"), "{{work}}, p99"
                         ),
                     ],
+                    Unit.SECONDS,
+                ),
+            ],
+        ),
+        Row(
+            "What does the server itself need?",
+            [
+                Panel(
+                    "Memory",
+                    "In RAM, and all of the address space.",
+                    [
+                        Query(f"process_resident_memory_bytes{{{AT}}}", "{{instance}}, resident"),
+                        Query(f"process_virtual_memory_bytes{{{AT}}}", "{{instance}}, virtual"),
+                    ],
+                    Unit.BYTES,
+                ),
+                Panel(
+                    "Open files",
+                    "File descriptors as a share of those that the process may open.",
+                    [Query(f"process_open_fds{{{AT}}} / process_max_fds{{{AT}}}", "{{instance}}")],
+                    Unit.RATIO,
+                ),
+                Panel(
+                    "Running for",
+                    "Since its last start.",
+                    [Query(f"time() - process_start_time_seconds{{{AT}}}", "{{instance}}")],
                     Unit.SECONDS,
                 ),
             ],
