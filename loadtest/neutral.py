@@ -1,6 +1,6 @@
 """A cross-check by a load generator that is not ours: `vllm bench serve`, beside vLLM alone.
 
-    python -m loadtest.neutral [--to DIR] [--trace FILE] [--prompts N] [--aiperf COMMAND]
+    python -m loadtest.neutral [--to DIR] [--trace FILE] [--prompts N]
 
 Its data set `prefix_repetition` asks prompts with a few beginnings in common, more of them than
 the engine's own cache holds. With --trace its data set `timed_trace` sends a file of timed requests
@@ -9,9 +9,8 @@ and `hash_ids`, one for 512 tokens. `kvtier up` is asked first and ended, then v
 the same options. DIR gets the generator's own results, a JSON file each; a table of TTFTs goes to
 stderr.
 
-NVIDIA's generator asks the same with --aiperf COMMAND, and its results go to folders of DIR. It
-needs an environment of its own (1.2 GB), with `pip install aiperf==0.13.0`; COMMAND is that one's
-bin/aiperf.
+NVIDIA's generator is not here: aiperf 0.13.0 installs, but asks a hub even for a tokenizer that
+lies in a folder, and downloads its own one at run time: it can't run without the network.
 """
 
 from __future__ import annotations
@@ -68,8 +67,6 @@ class Options:
     to: Path
     trace: Path | None
     prompts: int
-    aiperf: str | None
-    """Command of NVIDIA's generator."""
 
     def workloads(self) -> dict[str, list[str]]:
         """Return options of `vllm bench serve` by name of the workload."""
@@ -99,9 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, default=DEFAULT_TO, help="folder of the results")
     parser.add_argument("--trace", type=Path, help="file of timed requests")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="how many are sent")
-    parser.add_argument("--aiperf", help="command of aiperf, which asks too")
     given = parser.parse_args(arguments)
-    options = Options(given.to.absolute(), given.trace, given.prompts, given.aiperf)
+    options = Options(given.to.absolute(), given.trace, given.prompts)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         measure(options)
@@ -127,8 +123,6 @@ def measure(options: Options) -> None:
                 for workload, what in options.workloads().items():
                     times = _bench(part, setup.model, options, f"{workload}-{name}", what)
                     rows[workload].append(Row(f"TTFT {name}", times, "ms", 1e3))
-                if options.aiperf is not None:
-                    _aiperf(part, setup.model, options, name)
             finally:
                 part.stop()
     for workload, found in rows.items():
@@ -154,31 +148,14 @@ def _bench(
     command += ["--num-prompts", str(options.prompts), "--seed", "1", "--ignore-eos"]
     command += ["--save-result", "--save-detailed", "--disable-tqdm"]
     command += ["--result-dir", str(options.to), "--result-filename", f"{name}.json", *what]
-    _run(command, "vllm bench serve")
+    _run(command)
     result = json.loads((options.to / f"{name}.json").read_text())
     if result["failed"]:
         raise NeutralError(f"{result['failed']} requests of {name} failed: see {options.to}.")
     return [float(each) for each in result["ttfts"]]
 
 
-def _aiperf(part: Part, folder: Path, options: Options, name: str) -> None:
-    """Run aiperf, which writes a folder. Raises NeutralError."""
-    assert options.aiperf is not None
-    command = [
-        options.aiperf, "profile", "--model", MODEL_NAME, "--tokenizer", str(folder),
-        "--url", part.url, "--endpoint-type", "completions", "--streaming",
-        "--prompt-prefix-pool-size", str(PREFIXES),
-        "--prompt-prefix-length", str(PREFIX_TOKENS),
-        "--isl", str(SUFFIX_TOKENS), "--osl", str(ANSWER_TOKENS),
-        "--extra-inputs", "ignore_eos:true",
-        "--request-count", str(options.prompts), "--concurrency", str(AT_ONCE),
-        "--random-seed", "1", "--ui", "none", "--no-gpu-telemetry",
-        "--artifact-dir", str(options.to / f"aiperf-{name}"),
-    ]  # fmt: skip
-    _run(command, "aiperf")
-
-
-def _run(command: Sequence[str], what: str) -> None:
+def _run(command: Sequence[str]) -> None:
     environment = os.environ | BENCH_ENVIRONMENT
     try:
         subprocess.run(
@@ -190,10 +167,9 @@ def _run(command: Sequence[str], what: str) -> None:
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        raise NeutralError(f"{what} was not over in {BENCH_SECONDS} s.") from None
+        raise NeutralError(f"vllm bench serve was not over in {BENCH_SECONDS} s.") from None
     except subprocess.CalledProcessError as error:
-        said = error.stderr or error.stdout
-        raise NeutralError(f"{what} failed.\n{said[-2000:]}") from None
+        raise NeutralError(f"vllm bench serve failed.\n{error.stderr[-2000:]}") from None
 
 
 if __name__ == "__main__":

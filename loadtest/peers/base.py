@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,6 +18,9 @@ from typing import ClassVar
 
 from ..rig import MODEL_TOKENS, RigError, counter
 from ..stack import Part, Redis
+
+FOUND_SECONDS = 60.0
+FOUND_POLL_SECONDS = 0.2
 
 
 class PeerError(Exception):
@@ -133,6 +137,20 @@ class ServerHost(Host):
         """End the server, if there is one."""
         if self._server is not None:
             self._server.stop()
+
+    def restart(self) -> None:
+        """End the server and start it again, and wait for its engines. Raises PeerError."""
+        engines = self.engines()
+        super().restart()
+        end = time.monotonic() + FOUND_SECONDS
+        while self.engines() < engines:
+            if time.monotonic() > end:
+                raise PeerError(f"engines did not find a server again in {FOUND_SECONDS:.0f} s.")
+            time.sleep(FOUND_POLL_SECONDS)
+
+    def engines(self) -> int:
+        """Return how many halves of engines are connected to the server."""
+        raise NotImplementedError
 
     @property
     def server(self) -> Part:

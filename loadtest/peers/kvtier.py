@@ -42,6 +42,10 @@ class KVTierHost(ServerHost):
         """Return the server's URL: to vLLM, all that comes through the connector is from L1."""
         return (self.server.url,)
 
+    def engines(self) -> int:
+        """Return the open sessions: a scheduler's and its workers' for each engine."""
+        return len(json.loads(self.server.get("/v1/sessions")))
+
     def empty_memory(self) -> None:
         """Drop all namespaces from the host tier."""
         for space in json.loads(self.server.get("/v1/namespaces")):
