@@ -172,7 +172,7 @@ def settings_router(live: Live) -> APIRouter:
         texts = quota_texts(live.settings.quotas.tenants)
         return Quotas(version=live.version, quotas=texts, tenants=live.quotas.readings())
 
-    @router.put("/v1/quotas")
+    @router.put("/v1/quotas", responses=problems(403, 412, 428))
     async def change_quotas(
         request: Request,
         response: Response,

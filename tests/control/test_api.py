@@ -146,6 +146,7 @@ async def test_a_tenants_totals_are_its_own(control):
             {"tier": "redis", "tokens_asked": 0, "tokens_hit": 0},
         ],
         "stored_blocks": 3,
+        "used_bytes": {"host": 3 * SLOT_BYTES, "disk": 0, "redis": 0},
     }
 
 

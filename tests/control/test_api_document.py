@@ -18,6 +18,7 @@ from control.sites import SPACE, Site, keys_of, tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvtier.access import BODY_BYTES_AT_MOST, OPEN_PATHS
+from kvtier.accounts import QUOTA_KEYS
 from kvtier.config import load_settings
 from kvtier.hashing import seed_digest
 from kvtier.live import LIVE, Kept
@@ -135,10 +136,15 @@ def prompts(**more):
     }
 
 
+GOOD_AND_WRONG = {
+    "settings": ({"policy": "lru"}, {"polizy": "lru"}),
+    "changes": ({"host.policy": "lru"}, {"host.polizy": "lru"}),
+    "quotas": ({"acme": {"hard": "64KiB"}}, {"acme": {"hart": "64KiB"}}),
+}
+
+
 def changes(name, path):
-    good, wrong = {name: {"policy": "lru"}}, {name: {"polizy": "lru"}}
-    if name == "changes":
-        good, wrong = ({name: {f"host.{key}": "lru"}} for key in ("policy", "polizy"))
+    good, wrong = ({name: each} for each in GOOD_AND_WRONG[name])
     return {
         "good": Ask(path, body=good, headers=ANY),
         412: Ask(path, body=good, headers={"If-Match": '"999"'}),
@@ -155,6 +161,7 @@ ASKED = {
     },
     ("PATCH", "/v1/tiers/{tier}"): changes("settings", {"tier": "host"}),
     ("PATCH", "/v1/settings"): changes("changes", {}),
+    ("PUT", "/v1/quotas"): changes("quotas", {}),
     ("POST", "/v1/blocks/lookup"): prompts(),
     ("POST", "/v1/blocks/prefetch"): prompts(),
     ("POST", "/v1/blocks/drop"): prompts(dry_run=True),
@@ -295,9 +302,16 @@ def a_change(name, keys):
     )
 
 
+a_quota = st.dictionaries(
+    st.one_of(st.sampled_from(QUOTA_KEYS), st.text(max_size=8)), SCALARS, max_size=3
+)
 CHANGED = {
     "/v1/settings": a_change("changes", KEYS),
     "/v1/tiers/{tier}": a_change("settings", NAMES),
+    "/v1/quotas": st.fixed_dictionaries(
+        {"quotas": st.dictionaries(st.text(max_size=8), a_quota, max_size=3)},
+        optional={"guard": GUARDS},
+    ),
 }
 """Bodies of changes that come near to what makes sense."""
 
@@ -305,11 +319,15 @@ CHANGED = {
 def requests_of(operation):
     """Return a strategy of requests, good ones and bad ones, that the document gives rise to."""
     made = [operation.as_strategy(generation_mode=mode) for mode in GenerationMode]
-    if operation.method.upper() == "PATCH":
+    if operation.path in CHANGED and operation.method.upper() != "GET":
         made.append(
             st.builds(
                 operation.Case,
-                path_parameters=st.fixed_dictionaries({"tier": st.sampled_from(["host", "disk"])}),
+                path_parameters=st.fixed_dictionaries(
+                    {"tier": st.sampled_from(["host", "disk"])}
+                    if "{tier}" in operation.path
+                    else {}
+                ),
                 headers=st.just(ANY),
                 body=CHANGED[operation.path],
                 media_type=st.just("application/json"),

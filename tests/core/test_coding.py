@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 
 import pytest
+from kvtier.accounts import Accounts
 from kvtier.codec import Codec
 from kvtier.coding import GAIN_TO_BEGIN, GAIN_TO_GO_ON, SAMPLE_EVERY, CodecMode, Coding
 from kvtier.core import ReadOutcome
@@ -133,9 +134,9 @@ def test_a_tier_counts_what_it_codes_and_leaves_it_out_of_the_mediums_time(tmp_p
     size = 1 << 20
     space = Space("ab" * 32, size, "{}", 4)
     payload = memoryview(bytearray(b"\1\2\3\4" * (size // 4)))
-    ended = []
+    ended, nobody = [], Accounts().of("")
     for key in (keys := chain("counted", 3)):
-        assert tier.write(space, key, b"", payload, ended.append) is None
+        assert tier.write(space, key, b"", payload, nobody, ended.append) is None
     until(lambda: turned(lambda: len(ended) == 3), "the writes")
     assert value("codec_raw_bytes_total") == 3 * size
     assert 0 < value("codec_stored_bytes_total") < size

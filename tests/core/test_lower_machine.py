@@ -158,7 +158,8 @@ class LowerMachine(RuleBasedStateMachine):
     def quotas_change(self, quotas):
         self.keeper.set(quotas)
         for _ in self.keeper.settle():
-            check_integrity(self.cache)
+            pass  # Orders are complete at the end only.
+        check_integrity(self.cache)
 
     @precondition(lambda self: self.sessions)
     @rule(
@@ -329,7 +330,7 @@ def test_a_use_that_is_told_late_writes_nothing_from_a_slot_that_is_anothers():
         def draw(self, strategy, label):
             return session
 
-    machine.store(First(), CHAINS[0], 0)
+    machine.store(First(), CHAINS[0], 0, "")
     machine.cache.lookup(session, 1, CHAINS[0], 0)
     machine.cache.release(session, 1)
     machine.cache.evictor._evict(session.space, 9)

@@ -275,7 +275,7 @@ def machine():
 
 
 def test_a_pin_ends_by_itself_and_with_a_reset(machine):
-    machine.store(machine.first, CHAINS[0], 0)
+    machine.store(machine.first, CHAINS[0], 0, "")
     pins, space = machine.cache.pins, machine.space()
     pins.add(space, CHAINS[0], 60.0, "system prompt")
     assert all(block.leases for block in space.prefix(CHAINS[0], 0))
@@ -289,10 +289,10 @@ def test_a_pin_ends_by_itself_and_with_a_reset(machine):
 
 
 def test_a_pinned_prefix_outlives_all_other_blocks(machine):
-    machine.store(machine.first, CHAINS[0], 0)
+    machine.store(machine.first, CHAINS[0], 0, "")
     machine.cache.pins.add(machine.space(), CHAINS[0], 60.0, "")
     for keys in CHAINS[1:] * 2:
-        machine.store(machine.first, keys, 0)
+        machine.store(machine.first, keys, 0, "")
     machine.settle()
     machine.memory_is_short(40)
     machine.settle()
@@ -300,7 +300,7 @@ def test_a_pinned_prefix_outlives_all_other_blocks(machine):
 
 
 def test_a_pin_ends_before_the_first_block_that_goes(machine):
-    machine.store(machine.first, CHAINS[0], 0)
+    machine.store(machine.first, CHAINS[0], 0, "")
     pins, space = machine.cache.pins, machine.space()
     pin = pins.add(space, CHAINS[0], 60.0, "")
     drop = Drop(machine.cache, space, frozenset({Tier.HOST}), CHAINS[0][4])
@@ -311,8 +311,8 @@ def test_a_pin_ends_before_the_first_block_that_goes(machine):
 
 
 def test_what_pins_may_take_is_a_share_and_says_what_is_free(machine):
-    machine.store(machine.first, CHAINS[0], 0)
-    machine.store(machine.first, CHAINS[1], 0)
+    machine.store(machine.first, CHAINS[0], 0, "")
+    machine.store(machine.first, CHAINS[1], 0, "")
     pins, space = machine.cache.pins, machine.space()
     pins.add(space, CHAINS[0], 60.0, "")
     with pytest.raises(PinRefused, match="4KiB are free"):
@@ -323,7 +323,7 @@ def test_what_pins_may_take_is_a_share_and_says_what_is_free(machine):
 
 
 def test_a_prefetch_brings_back_what_was_evicted_and_keeps_no_lease(machine):
-    machine.store(machine.first, CHAINS[0], 0)
+    machine.store(machine.first, CHAINS[0], 0, "")
     machine.settle()
     machine.memory_is_short(40)
     assert not machine.space().blocks
@@ -336,7 +336,7 @@ def test_a_prefetch_brings_back_what_was_evicted_and_keeps_no_lease(machine):
 
 
 def test_a_request_that_waits_for_a_prefetched_block_is_read_first(machine):
-    machine.store(machine.first, CHAINS[0], 0)
+    machine.store(machine.first, CHAINS[0], 0, "")
     machine.settle()
     machine.memory_is_short(40)
     work = prefetch(machine.cache, machine.space(), CHAINS[0])
@@ -344,18 +344,18 @@ def test_a_request_that_waits_for_a_prefetched_block_is_read_first(machine):
     disk = machine.lowers[0]._pool
     assert {int(job.urgency) for job in disk.jobs} == {1}
     machine.modes_change("always", (WriteMode.THROUGH,) * 2, ALWAYS)
-    machine.look_up(machine.first, CHAINS[0], 0)
+    machine.look_up(machine.first, CHAINS[0], 0, "")
     assert {int(job.urgency) for job in disk.jobs} == {0}
     assert len(machine.cache.promotions.incoming) == 9
     machine.settle()
 
 
 def test_a_prefetch_into_a_full_tier_replaces_a_share_of_it_and_not_more(machine):
-    machine.store(machine.first, CHAINS[0], 0)
+    machine.store(machine.first, CHAINS[0], 0, "")
     machine.settle()
     machine.memory_is_short(40)
     for keys in CHAINS[1:]:
-        machine.store(machine.first, keys, 0)
+        machine.store(machine.first, keys, 0, "")
     machine.settle()
     others = len(machine.space().blocks)
     spare = machine.cache.evictor.spare(machine.space().pool)

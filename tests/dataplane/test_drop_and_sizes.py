@@ -22,7 +22,8 @@ def test_a_drop_takes_exactly_its_blocks_and_counts_them(plane, clients):
     assert client.drop(b"".join([KEYS[1], KEYS[1], KEYS[4], *chain("other", 1)])).count == 2
     assert len(client.lookup(b"".join(KEYS), 0).slots) == 1
     assert len(client.lookup(b"".join(KEYS[2:4]), 0).slots) == 2
-    dropped = plane.metrics.evictions.labels(Tier.HOST, EvictReason.ENGINE)
+    policy = plane.host.options.policy
+    dropped = plane.metrics.evictions.labels(Tier.HOST, policy, EvictReason.ENGINE)
     assert plane.do(dropped._value.get) == 2
 
 

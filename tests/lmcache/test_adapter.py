@@ -164,7 +164,7 @@ def test_a_salt_cannot_be_read_from_what_the_server_says(server, join):
 def test_what_was_deleted_is_gone(server, join):
     member = join(server.socket)
     assert member.set(some(NAMES))[0]
-    evictions = 'kvtier_evictions_total{reason="engine",tier="host"}'
+    evictions = 'kvtier_evictions_total{policy="auto",reason="engine",tier="host"}'
     before = metric(server, evictions)
     gone = [key(3), key(4), key("never stored")]
     assert member.delete(gone) == [True] * 3
