@@ -85,6 +85,8 @@ class Host:
     """Interpreter of the environment that its engines run in."""
     environment: Mapping[str, str] = {}
     """Of its engines."""
+    away_seconds: ClassVar[float] = 0.0
+    """How long its server stays away in a restart, so that engines notice it."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -98,6 +100,7 @@ class Host:
     def restart(self) -> None:
         """End it and start it again; engines find it again, and its directory is as it was."""
         self.stop()
+        time.sleep(self.away_seconds)
         self.start()
 
     def settings(self) -> Mapping[str, object]:

@@ -37,6 +37,7 @@ class LMCacheHost(ServerHost):
 
     offers = frozenset({Tiers.HOST, Tiers.DISK, Tiers.REDIS})
     python = str(PYTHON)
+    away_seconds = 2.5 * HEARTBEAT_SECONDS
     environment: Mapping[str, str] = {
         "LMCACHE_TRACK_USAGE": "false",
         "LMCACHE_DISABLE_BANNER": "1",
@@ -72,8 +73,9 @@ class LMCacheHost(ServerHost):
     def restart(self) -> None:
         """End the server and start it again, and wait until its engines have found it.
 
-        A request that comes before they have waits for minutes, and so does one that comes while
-        there is no server.
+        They look for it every 10 s, and wait 10 s for its answer. A server that is back before one
+        of these looks has failed is never told of them again. A request that comes before they
+        have found it waits for minutes, and so does one that comes while there is no server.
         """
         super().restart()
         time.sleep(HEARTBEAT_SECONDS)
