@@ -73,7 +73,7 @@ check: venv
 test: system system-test venv-vllm check
 	$(BIN)/pytest -m "vllm or slow"
 
-# About ten minutes on two cores, and some hours.
+# About twenty minutes on two cores, and some hours.
 loadtest loadtest-full: system venv-lmcache
 	$(BIN)/python -m loadtest.campaign $(if $(filter %-full,$@),--full $(TRACES))
 

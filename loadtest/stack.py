@@ -126,12 +126,13 @@ class Redis:
 
 
 def start_server(folder: Path, *options: str, name: str = "server") -> Part:
-    """Start `kvtier serve` with its socket and log in `folder`. Returns at once."""
+    """Start `kvtier serve` with its socket, state and log in `folder`. Returns at once."""
     port = free_port(LOOPBACK)
     socket = folder / f"{name}.sock"
     command = ["-m", "kvtier", "serve", "--socket", str(socket)]
     command += ["--port", str(port), *options]
-    child, log = _start("the kvtier server", command, folder / f"{name}.log", {})
+    own = {"KVTIER_STATE": str(folder / f"{name}-state")}
+    child, log = _start("the kvtier server", command, folder / f"{name}.log", own)
     return Part(child, f"http://{LOOPBACK}:{port}", log, "/readyz", SERVER_SECONDS, socket)
 
 
@@ -143,7 +144,8 @@ def start_up(folder: Path, up: Sequence[str], engine: Sequence[str], name: str) 
     port = free_port(LOOPBACK)
     command = ["-m", "kvtier", "up", "--disk", str(folder / f"{name}-blocks"), *up, "--", *engine]
     command += ["--host", LOOPBACK, "--port", str(port)]
-    child, log = _start(f"kvtier up ({name})", command, folder / f"{name}.log", {})
+    own = {"KVTIER_STATE": str(folder / f"{name}-state")}
+    child, log = _start(f"kvtier up ({name})", command, folder / f"{name}.log", own)
     return Part(child, f"http://{LOOPBACK}:{port}", log, "/health", ENGINE_SECONDS)
 
 

@@ -1,6 +1,6 @@
 """Runs the load test and writes its results.
 
-python -m loadtest.campaign                         about ten minutes on two cores
+python -m loadtest.campaign                         about twenty minutes on two cores
 python -m loadtest.campaign --full TRACE ...        everything, some hours
 python -m loadtest.campaign --only kvtier --out DIR
 """

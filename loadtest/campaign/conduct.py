@@ -79,7 +79,8 @@ def conduct(leg: Leg, folder: Path, say: Say) -> Iterator[Labelled | Failed]:
         say(f"{leg.system}: starting")
         with running(leg.peer, leg.setup) as peer:
             leg.prepare(peer)
-            _write_settings(peer, folder / f"{_file_name(leg.system)}.settings.json")
+            name = _file_name(f"{leg.system} {leg.setup.tiers.value}")
+            _write_settings(peer, folder / f"{name}.settings.json")
             for load in leg.loads:
                 for number in range(len(load.stages)):
                     scenario = load.scenario(number)
@@ -121,7 +122,7 @@ def _half_way(peer: Peer, fault: Fault | None, requests: int) -> Callable[[Recor
 
 
 def _write_settings(peer: Peer, file: Path) -> None:
-    file.write_text(json.dumps(peer.settings(), indent=2, default=str) + "\n", "utf-8")
+    file.write_text(json.dumps(peer.settings(), indent=2) + "\n", "utf-8")
 
 
 def _new_folder(wanted: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import signal
 import tempfile
@@ -69,13 +70,18 @@ class Peer:
             "tiers": self.setup.tiers.value,
         }
         options = [*engine_options(self.setup), *self.host.engine_options()]
-        return {
+        found = {
             "name": self.name,
             "shared": shared,
-            "engine_options": [each.replace(str(self._folder), "DIR") for each in options],
+            "engine_options": options,
             "engine_environment": {**ENVIRONMENT, **self.host.environment},
             "host": dict(self.host.settings()),
         }
+        text = json.dumps(found, default=str)
+        for folder, name in ((self._folder, "DIR"), (self.setup.model.parent, "MODELS")):
+            text = text.replace(str(folder), name)
+        told: dict[str, object] = json.loads(text)
+        return told
 
     def start(self) -> None:
         """Start the backend and the first engine, past its first requests."""

@@ -51,6 +51,8 @@ TITLE_CHARACTERS = 44
 BARS_AT_LEAST = 3
 """That a panel has room for: fewer are no thicker."""
 REUSABLE = "reusable at most"
+LABELLED_TICKS, MINOR_TICKS = (1, 1.5, 2, 3, 5), (4, 6, 7, 8, 9)
+"""Of a decade, for a narrow range may lie between two powers of ten."""
 PANEL_INCHES = (4.2, 3.1)
 DOTS_AN_INCH = 120
 
@@ -195,8 +197,9 @@ def _name_bars(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _seconds_axis(axes: Axes) -> None:
-    axes.set_xscale("log")
+    axes.set_xscale("log", subs=MINOR_TICKS)
     axes.set_xlabel("seconds")
+    axes.xaxis.get_major_locator().set_params(subs=LABELLED_TICKS)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_formatter(lambda *_: "")
 

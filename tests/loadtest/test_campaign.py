@@ -14,6 +14,7 @@ from runs import labelled
 from loadtest.campaign import conduct, plan, results
 from loadtest.campaign.conduct import Failed, Leg, Load
 from loadtest.campaign.stages import COLD, FORGOTTEN, HOST_EMPTIED, Fault
+from loadtest.peers import Setup, Tiers
 from loadtest.stack import StackError
 from loadtest.traffic.hardware import hardware
 from loadtest.traffic.requests import Request, Workload
@@ -87,7 +88,7 @@ def drive(monkeypatch, url, **given):
 
 
 def leg(*loads):
-    return Leg("ours", "kvtier", None, loads)
+    return Leg("ours", "kvtier", Setup(None, Tiers.DISK), loads)
 
 
 def test_stages_come_in_order_and_each_run_is_kept_as_it_ends(monkeypatch, tmp_path, url):
@@ -104,7 +105,7 @@ def test_stages_come_in_order_and_each_run_is_kept_as_it_ends(monkeypatch, tmp_p
     assert made.runs == 3
     kept = load(tmp_path / "made-l0-emptied" / "ours-2")
     assert len(kept.run.records) == REQUESTS
-    assert json.loads((tmp_path / "ours.settings.json").read_text()) == {"known": True}
+    assert json.loads((tmp_path / "ours-disk.settings.json").read_text()) == {"known": True}
 
 
 def test_a_fault_strikes_once_half_way_in_the_last_stage_and_is_mended(monkeypatch, tmp_path, url):
