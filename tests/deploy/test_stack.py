@@ -34,8 +34,12 @@ WITHOUT_DATA = {
     'ALERTS{alertname=~"Kvtier.*", alertstate="firing"}': "nothing is wrong here",
 }
 """Queries that need have no data, and why."""
-SETTINGS = {"disk": {"codec": "always", "admission": "always"}, "loads": {"mode": "always"}}
-"""So that writes, compression and promotion have something to tell, whatever the machine."""
+SETTINGS = {
+    "disk": {"codec": "always", "admission": "always"},
+    "loads": {"mode": "always"},
+    "quotas": {"tenants": {traffic.LIMITED: {"hard": traffic.QUOTA}}},
+}
+"""So that writes, compression, promotion and quotas have something to tell, whatever the machine."""
 
 
 def of_engines(expression):

@@ -14,6 +14,9 @@ from support import MANIFEST, chain
 CHAIN_BLOCKS = 32
 CAPACITY = "1MiB"
 """Of the host tier: eight chains."""
+LIMITED, QUOTA = "limited", "32KiB"
+"""A tenant that may have eight blocks, and stores more each round."""
+LIMITED_BLOCKS = 16
 AGE = 12
 """Rounds after which a chain has left the host tier."""
 ANSWER_SECONDS = 10.0
@@ -30,6 +33,7 @@ class Traffic:
     def go_on(self):
         """Store a chain; ask for it, and for one that only lower tiers have by now."""
         self._store(self._keys(self._round))
+        self._store(b"".join(chain(f"limited {self._round}", LIMITED_BLOCKS)), LIMITED)
         host = self._found(self._keys(self._round))
         lower = self._found(self._keys(self._round - AGE)) if self._round >= AGE else None
         self._round += 1
@@ -45,11 +49,11 @@ class Traffic:
     def _keys(self, number):
         return b"".join(chain(f"chain {number}", CHAIN_BLOCKS))
 
-    def _store(self, keys):
-        granted = self._client.step(wire.Step(0, need=CHAIN_BLOCKS))
+    def _store(self, keys, tenant=""):
+        granted = self._client.step(wire.Step(0, need=len(keys) // 32))
         assert granted is not None
         fits = keys[: len(granted.slots) * 32]
-        self._client.send(wire.Step(0, commits=[wire.Chain(b"", fits, granted.slots)]))
+        self._client.send(wire.Step(0, commits=[wire.Chain(b"", fits, granted.slots, tenant)]))
 
     def _found(self, keys):
         """Return the last answer to a lookup; its lease has ended."""
