@@ -1,4 +1,4 @@
-"""Which systems are asked what: the quick plan (about twenty minutes on two cores), and the full one.
+"""Which systems are asked what: the quick plan (twenty minutes on two cores), and the full one.
 
 Sizes are for SmolLM2-135M in float32 on two cores, which computes some 250 prompt tokens a second:
 prompts are long enough for a cache to matter, and short enough for the time.

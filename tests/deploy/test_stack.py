@@ -39,7 +39,7 @@ SETTINGS = {
     "loads": {"mode": "always"},
     "quotas": {"tenants": {traffic.LIMITED: {"hard": traffic.QUOTA}}},
 }
-"""So that writes, compression, promotion and quotas have something to tell, whatever the machine."""
+"""So that writes, compression, promotion and quotas have something to tell on any machine."""
 
 
 def of_engines(expression):

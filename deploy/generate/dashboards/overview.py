@@ -127,8 +127,8 @@ OVERVIEW = Dashboard(
                 ),
                 Panel(
                     "CPU",
-                    "Cores that the server uses. One is what its loop can have; threads copy beside "
-                    "it.",
+                    "Cores that the server uses. One is what its loop can have; threads copy "
+                    "beside it.",
                     [Query(rate("process_cpu_seconds_total"), "{{instance}}")],
                 ),
                 Panel(
