@@ -7,7 +7,7 @@ microsecond.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
@@ -58,6 +58,7 @@ class Metrics:
     """
 
     def __init__(self, lowers: Iterable[Tier] = LOWER_TIERS) -> None:
+        self._tiers = (Tier.HOST, *lowers)
         self.registry = CollectorRegistry()
         reg = self.registry
         ProcessCollector(registry=reg)
@@ -318,7 +319,7 @@ class Metrics:
 
     def add_tenants(self, read: Callable[[], Sequence[TenantReading]]) -> None:
         """Show the totals of tenants, which are read at each scrape."""
-        self.registry.register(_Tenants(read))
+        self.registry.register(_Tenants(read, self._tiers))
 
     def add_quotas(self, read: Callable[[], Sequence[QuotaReading]]) -> None:
         """Show the tenants with quotas, which are read at each scrape."""
@@ -332,8 +333,11 @@ class Metrics:
 class _Tenants(Collector):
     """Totals by tenant. Those beyond `TENANT_LABELS_AT_MOST` are one, `other`."""
 
-    def __init__(self, read: Callable[[], Sequence[TenantReading]]) -> None:
+    def __init__(
+        self, read: Callable[[], Sequence[TenantReading]], tiers: Collection[Tier]
+    ) -> None:
         self._read = read
+        self._tiers = tiers
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics of all tenants."""
@@ -370,7 +374,8 @@ class _Tenants(Collector):
             if len(names) >= TENANT_LABELS_AT_MOST and name not in names:
                 name = OTHER
             names.add(name)
-            for tier, size in reading.used_bytes.items():
+            for tier in self._tiers:
+                size = reading.used_bytes[tier]
                 found[name, tier] = found.get((name, tier), 0) + size
         for labels, size in found.items():
             taken.add_metric(labels, size)
