@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from . import __version__, block_commands, quota_commands
-from .command_options import AsJson, TokenFile, Url
+from .command_options import AsJson, DryRun, Guard, TokenFile, Url
 from .config import DEFAULT_URL, descriptions, load_settings
 from .errors import KVTierError
 
@@ -228,11 +228,8 @@ def tiers(
 @tiers_app.command(name="set")
 def tiers_set(
     settings: Annotated[list[str], typer.Argument(help="Such as disk.capacity=200GiB.")],
-    guard: Annotated[
-        str | None,
-        typer.Option(help="Roll back if the hit ratio falls, such as drop=0.05,within=10m."),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen.")] = False,
+    guard: Guard = None,
+    dry_run: DryRun = False,
     version: Annotated[
         int | None, typer.Option("--if-version", help="Only if the settings have this version.")
     ] = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .command_options import AsJson, TokenFile, Url
+from .command_options import AsJson, DryRun, TokenFile, Url
 from .config import DEFAULT_URL
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def drop(
     salt: Salt = None,
     hash_seed: HashSeed = None,
     tier: Annotated[str, typer.Option("--tier", help="host, disk, redis or all.")] = "all",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: DryRun = False,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
     as_json: AsJson = False,

@@ -11,4 +11,9 @@ Url = Annotated[str, typer.Option("--url", help="Address of a server's control p
 TokenFile = Annotated[
     Path | None, typer.Option("--token-file", help="File with its token; default: KVTIER_TOKEN.")
 ]
+Guard = Annotated[
+    str | None,
+    typer.Option(help="Roll back if the hit ratio falls, such as drop=0.05,within=10m."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

@@ -7,15 +7,12 @@ microsecond.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from . import __version__
-from .accounts import OTHER
 from .core import (
     LOWER_TIERS,
     AdmitOutcome,
@@ -34,9 +31,8 @@ from .core import (
 )
 from .http_section import Refusal
 from .policies import POLICIES
+from .tenant_metrics import QuotaStates, TenantTotals
 
-TENANT_LABELS_AT_MOST = 200
-ASKED, STORED = "asked", "stored"
 LATENCY_BUCKETS = (
     50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 1.0, 5.0,
 )  # fmt: skip
@@ -319,117 +315,12 @@ class Metrics:
 
     def add_tenants(self, read: Callable[[], Sequence[TenantReading]]) -> None:
         """Show the totals of tenants, which are read at each scrape."""
-        self.registry.register(_Tenants(read, self._tiers))
+        self.registry.register(TenantTotals(read, self._tiers))
 
     def add_quotas(self, read: Callable[[], Sequence[QuotaReading]]) -> None:
         """Show the tenants with quotas, which are read at each scrape."""
-        self.registry.register(_Quotas(read))
+        self.registry.register(QuotaStates(read))
 
     def exposition(self) -> bytes:
         """Return the text format that Prometheus scrapes."""
         return generate_latest(self.registry)
-
-
-class _Tenants(Collector):
-    """Totals by tenant. Those beyond `TENANT_LABELS_AT_MOST` are one, `other`."""
-
-    def __init__(
-        self, read: Callable[[], Sequence[TenantReading]], tiers: Collection[Tier]
-    ) -> None:
-        self._read = read
-        self._tiers = tiers
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the metrics of all tenants."""
-        asked = CounterMetricFamily(
-            "kvtier_tenant_tokens_asked",
-            "Prompt tokens in whole blocks, by tenant; empty for requests that name none.",
-            labels=["tenant"],
-        )
-        hit = CounterMetricFamily(
-            "kvtier_tenant_tokens_hit",
-            "Prompt tokens that each tier served, by tenant.",
-            labels=["tenant", "tier"],
-        )
-        stored = CounterMetricFamily(
-            "kvtier_tenant_stored_blocks", "Blocks stored, by tenant.", labels=["tenant"]
-        )
-        for name, totals in self._totals().items():
-            asked.add_metric([name], totals.pop(ASKED))
-            stored.add_metric([name], totals.pop(STORED))
-            for tier, tokens in totals.items():
-                hit.add_metric([name, tier], tokens)
-        return [asked, hit, stored, self._bytes()]
-
-    def _bytes(self) -> GaugeMetricFamily:
-        taken = GaugeMetricFamily(
-            "kvtier_tenant_bytes",
-            "Bytes of blocks that are charged to a tenant, by tier.",
-            labels=["tenant", "tier"],
-        )
-        found: dict[tuple[str, str], int] = {}
-        names: set[str] = set()
-        for reading in self._read():
-            name = reading.tenant
-            if len(names) >= TENANT_LABELS_AT_MOST and name not in names:
-                name = OTHER
-            names.add(name)
-            for tier in self._tiers:
-                size = reading.used_bytes[tier]
-                found[name, tier] = found.get((name, tier), 0) + size
-        for labels, size in found.items():
-            taken.add_metric(labels, size)
-        return taken
-
-    def _totals(self) -> dict[str, dict[str, int]]:
-        found: dict[str, dict[str, int]] = {}
-        for reading in self._read():
-            name = reading.tenant
-            if name not in found and len(found) >= TENANT_LABELS_AT_MOST:
-                name = OTHER
-            totals = found.setdefault(name, dict.fromkeys((ASKED, STORED, *Tier), 0))
-            totals[STORED] += reading.stored_blocks
-            for traffic in reading.traffic:
-                totals[traffic.tier] += traffic.tokens_hit
-                if traffic.tier is Tier.DEVICE:
-                    totals[ASKED] += traffic.tokens_asked
-        return found
-
-
-class _Quotas(Collector):
-    """Tenants with quotas, `TENANT_LABELS_AT_MOST` of them at most: the fullest."""
-
-    def __init__(self, read: Callable[[], Sequence[QuotaReading]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the metrics of all quotas."""
-        limits = GaugeMetricFamily(
-            "kvtier_tenant_quota_bytes",
-            "Limits of a tenant's blocks; tier all counts all tiers together.",
-            labels=["tenant", "tier", "limit"],
-        )
-        full = GaugeMetricFamily(
-            "kvtier_tenant_quota_used_ratio",
-            "Largest share of a hard limit that a tenant's blocks take.",
-            labels=["tenant"],
-        )
-        evicted = CounterMetricFamily(
-            "kvtier_tenant_quota_evicted_blocks",
-            "Blocks that went for the quota of their tenant.",
-            labels=["tenant"],
-        )
-        refused = CounterMetricFamily(
-            "kvtier_tenant_quota_refused_blocks",
-            "Blocks that the quota of their tenant had no room for.",
-            labels=["tenant"],
-        )
-        fullest = sorted(self._read(), key=lambda one: -one.fullness)
-        for one in fullest[:TENANT_LABELS_AT_MOST]:
-            for key, size in one.quota.items():
-                tier, _, limit = key.rpartition("_")
-                limits.add_metric([one.tenant, tier or "all", limit], size)
-            full.add_metric([one.tenant], one.fullness)
-            evicted.add_metric([one.tenant], one.evicted_blocks)
-            refused.add_metric([one.tenant], one.refused_blocks)
-        return [limits, full, evicted, refused]

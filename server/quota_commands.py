@@ -7,17 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .command_options import AsJson, TokenFile, Url
+from .command_options import AsJson, DryRun, Guard, TokenFile, Url
 from .config import DEFAULT_URL
 
 quotas = typer.Typer(help="What tenants may take.")
 
 Tenant = Annotated[str, typer.Argument(help='A tenant; "*" is each that is not listed.')]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen.")]
-Guard = Annotated[
-    str | None,
-    typer.Option(help="Roll back if the hit ratio falls, such as drop=0.05,within=10m."),
-]
 
 
 @quotas.callback(invoke_without_command=True)

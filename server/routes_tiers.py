@@ -10,14 +10,13 @@ from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
 from .config import EffectiveSettings
-from .core import QuotaReading, Tier
+from .core import Tier
 from .errors import SettingsError
 from .guard import GuardOptions
 from .live import LIVE, Live, StaleError, Wish
 from .policies import POLICIES
 from .problems import problems
-from .quota_section import quota_texts
-from .sections import QuotaText, Scalar, Value
+from .sections import Scalar, Value
 
 PAGE_AT_MOST = 500
 WHO_AT_MOST = 100
@@ -86,27 +85,6 @@ class Changed(BaseModel):
     dry_run: bool
 
 
-class QuotasWish(BaseModel):
-    """Quotas of all tenants: they replace those that are there."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={"examples": [{"quotas": {"acme": {"soft": "6GiB", "hard": "8GiB"}}}]},
-    )
-
-    quotas: QuotaText
-    guard: GuardWish | None = None
-
-
-class Quotas(BaseModel):
-    """The quotas in force, and where tenants stand."""
-
-    version: int
-    quotas: QuotaText
-    """By tenant; `*` stands for each that is not listed."""
-    tenants: list[QuotaReading]
-
-
 class AuditPage(BaseModel):
     """Entries of the audit, the newest first."""
 
@@ -150,7 +128,7 @@ def settings_router(live: Live) -> APIRouter:
         dry_run: DryRun = False,
     ) -> Changed:
         """Change settings, all or none of them."""
-        return await _change(live, request, response, wish.changes, wish.guard, if_match, dry_run)
+        return await change(live, request, response, wish.changes, wish.guard, if_match, dry_run)
 
     @router.patch("/v1/tiers/{tier}", responses=problems(403, 412, 428))
     async def change_tier(
@@ -163,26 +141,7 @@ def settings_router(live: Live) -> APIRouter:
     ) -> Changed:
         """Change settings of one tier, all or none of them."""
         changes = {f"{tier}.{name}": value for name, value in wish.settings.items()}
-        return await _change(live, request, response, changes, wish.guard, if_match, dry_run)
-
-    @router.get("/v1/quotas")
-    async def quotas(response: Response) -> Quotas:
-        """Quotas of tenants, the bytes that they have, and what went or was refused for it."""
-        response.headers["ETag"] = f'"{live.version}"'
-        texts = quota_texts(live.settings.quotas.tenants)
-        return Quotas(version=live.version, quotas=texts, tenants=live.quotas.readings())
-
-    @router.put("/v1/quotas", responses=problems(403, 412, 428))
-    async def change_quotas(
-        request: Request,
-        response: Response,
-        wish: QuotasWish,
-        if_match: IfMatch = None,
-        dry_run: DryRun = False,
-    ) -> Changed:
-        """Replace the quotas: a change of the setting `quotas.tenants`."""
-        changes = {"quotas.tenants": wish.quotas}
-        return await _change(live, request, response, changes, wish.guard, if_match, dry_run)
+        return await change(live, request, response, changes, wish.guard, if_match, dry_run)
 
     @router.get("/v1/policies")
     async def policies() -> list[str]:
@@ -202,7 +161,7 @@ def settings_router(live: Live) -> APIRouter:
     return router
 
 
-async def _change(  # What a request is made of.
+async def change(  # What a request is made of.
     live: Live,
     request: Request,
     response: Response,
@@ -211,6 +170,7 @@ async def _change(  # What a request is made of.
     if_match: str | None,
     dry_run: bool,
 ) -> Changed:
+    """Make a change that a request asks for, and answer it. Raises HTTPException."""
     if if_match is None and not dry_run:
         raise HTTPException(
             428, f'Say which version you change: If-Match: "{live.version}", or * for any.'

@@ -33,6 +33,7 @@ from .live import Kept, Live, forget, load_kept, state_folder
 from .lowers import configured, drain, look_after, lower_tiers
 from .metrics import Metrics
 from .recording import Recorder
+from .routes_quotas import quota_router
 from .routes_tiers import settings_router
 from .salts import load_salts
 from .sizes import format_size
@@ -141,7 +142,7 @@ class Server:
             self.metrics,
             self.settings,
             lambda: self._allocated,
-            [settings_router(self.live)],
+            [settings_router(self.live), quota_router(self.live)],
         )
 
     async def _serve(self, listener: socket.socket) -> None:

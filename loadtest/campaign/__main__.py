@@ -65,12 +65,15 @@ def _run(plan: Plan, out: Path, console: Console) -> tuple[list[Labelled], list[
                 console.print(f"{time.monotonic() - began:6.0f} s  {text}", markup=False)
 
         for leg in plan.legs:
-            done = 0
+            left = leg.runs
             for found in conduct(leg, out, say):
-                (failed if isinstance(found, Failed) else runs).append(found)  # type: ignore[arg-type]
-                done += isinstance(found, Labelled)
-                progress.advance(task, isinstance(found, Labelled))
-            progress.advance(task, leg.runs - done)
+                if isinstance(found, Failed):
+                    failed.append(found)
+                    continue
+                runs.append(found)
+                left -= 1
+                progress.advance(task)
+            progress.advance(task, left)
             if runs:  # So that what there is can be looked at, and a later fault loses nothing.
                 results.write(out, plan.name, runs, failed, ended(measured))
     return runs, failed

@@ -26,9 +26,10 @@ from .stages import (
     AGAIN,
     COLD,
     ENGINE_RESTARTED,
-    FAULTS,
     FORGOTTEN,
     HOST_EMPTIED,
+    OTHER_FAULTS,
+    REDIS_FAULTS,
     SECOND_ENGINE,
     SECOND_HOST,
     SERVER_RESTARTED,
@@ -150,8 +151,8 @@ def _faults(make: _Maker) -> list[Leg]:
     """Return kvtier and LMCache with something that goes wrong half-way."""
     documents = make.workload("documents", {"documents": 2})
     found = []
-    for fault in FAULTS.values():
-        tiers = Tiers.REDIS if "Redis" in fault.name else Tiers.DISK
+    for fault in (*REDIS_FAULTS, *OTHER_FAULTS):
+        tiers = Tiers.REDIS if fault in REDIS_FAULTS else Tiers.DISK
         stages = (COLD, HOST_EMPTIED)
         about = f"by two users, {fault.name}"
         loads = [Load(documents, Closed(2), stages, about, fault)]

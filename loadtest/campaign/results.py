@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from ..report import machine, quartiles
-from ..traffic.compare import scenarios, systems
+from ..traffic.compare import Spread, ratios, runs_of, scenarios, systems, ttfts
 from ..traffic.hardware import Hardware
 from ..traffic.page import write_page
 from ..traffic.requests import TrafficError
-from ..traffic.summary import Labelled, Summary, answered, summarise
+from ..traffic.summary import Labelled, Summary, summarise
 from .conduct import Failed
 from .plan import BASE, NAMES
 
@@ -84,21 +84,17 @@ def write(
 def table(runs: Sequence[Labelled]) -> str:
     """Return TTFT by scenario and system: the median and the quartiles, and what was cached."""
     names = systems(runs)
-    ratio = OURS in names and PEER in names
-    head = ["asked", *names, *([f"{OURS} ÷ {PEER}"] if ratio else [])]
+    compared = {each.scenario: each.ttft for each in ratios(runs, PEER) if each.system == OURS}
+    head = ["asked", *names, *([f"{OURS} ÷ {PEER}"] if compared else [])]
     lines = [head, ["---", *("---:" for _ in head[1:])]]
     for scenario in scenarios(runs):
-        cells = [_cell(_of(runs, name, scenario)) for name in names]
-        lines.append([scenario, *cells, *([_ratio(runs, scenario)] if ratio else [])])
+        cells = [_cell(runs_of(runs, name, scenario)) for name in names]
+        lines.append([scenario, *cells, *([_ratio(compared.get(scenario))] if compared else [])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _of(runs: Sequence[Labelled], system: str, scenario: str) -> list[Labelled]:
-    return [each for each in runs if (each.system, each.scenario) == (system, scenario)]
-
-
 def _cell(runs: Sequence[Labelled]) -> str:
-    found = _ttfts(runs)
+    found = ttfts(runs)
     if not found:
         return NONE
     low, middle, high = (f"{seconds:.3g}" for seconds in quartiles(found))
@@ -107,32 +103,8 @@ def _cell(runs: Sequence[Labelled]) -> str:
     return f"{middle} s ({low} to {high}){cached}"
 
 
-def _ratio(runs: Sequence[Labelled], scenario: str) -> str:
-    """Return the median of ours ÷ the peer's, of equal requests in the order of the runs."""
-    ours, peers = (_by_request(_of(runs, name, scenario)) for name in (OURS, PEER))
-    found = [one / peers[key] for key, one in ours.items() if peers.get(key)]
-    if not found:
-        return NONE
-    low, middle, high = (f"{ratio:.2f}" for ratio in quartiles(found))
-    return f"{middle} ({low} to {high})"
-
-
-def _by_request(runs: Sequence[Labelled]) -> dict[tuple[int, str], float]:
-    return {
-        (number, record.name): record.ttft
-        for number, each in enumerate(runs)
-        for record in answered(each.run.records)
-        if record.ttft is not None
-    }
-
-
-def _ttfts(runs: Sequence[Labelled]) -> list[float]:
-    return [
-        record.ttft
-        for each in runs
-        for record in answered(each.run.records)
-        if record.ttft is not None
-    ]
+def _ratio(found: Spread | None) -> str:
+    return NONE if found is None else f"{found.middle:.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
 def _not_measured(failed: Sequence[Failed]) -> Iterator[str]:

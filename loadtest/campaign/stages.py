@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..peers import Peer, PeerError
@@ -16,7 +16,7 @@ class Stage:
     """Something that is done to a system, after which the same prompts are asked."""
 
     name: str
-    about: str
+    """docs/benchmarks.md says of each what was done."""
     prepare: Callable[[Peer], Part]
     """Does it, and returns the engine that is asked then. Raises StackError or PeerError."""
 
@@ -26,7 +26,6 @@ class Fault:
     """Something that goes wrong when half of the requests have been answered."""
 
     name: str
-    about: str
     strike: Callable[[Peer], None]
     """Blocks the load generator for as long as it takes, and no longer."""
     mend: Callable[[Peer], None]
@@ -70,16 +69,18 @@ def _second_host(peer: Peer) -> Part:
     return peer.second_host()
 
 
-COLD = Stage("cold", "nobody has asked before", _as_it_is)
-AGAIN = Stage("L0", "asked again", _as_it_is)
-FORGOTTEN = Stage("L0 emptied", "after the engine's own cache was emptied", _without_device)
-ENGINE_RESTARTED = Stage("engine restarted", "after a restart of the engine", _restarted_engine)
-SERVER_RESTARTED = Stage(
-    "server restarted", "after a restart of the cache's server, L0 emptied", _restarted_server
-)
-HOST_EMPTIED = Stage("L1 emptied", "after L0 and host memory were emptied", _without_host)
-SECOND_ENGINE = Stage("second engine", "by another engine on the same host", _second_engine)
-SECOND_HOST = Stage("second host", "on a host that has nothing but the same Redis", _second_host)
+COLD = Stage("cold", _as_it_is)
+AGAIN = Stage("L0", _as_it_is)
+FORGOTTEN = Stage("L0 emptied", _without_device)
+ENGINE_RESTARTED = Stage("engine restarted", _restarted_engine)
+SERVER_RESTARTED = Stage("server restarted", _restarted_server)
+HOST_EMPTIED = Stage("L1 emptied", _without_host)
+SECOND_ENGINE = Stage("second engine", _second_engine)
+SECOND_HOST = Stage("second host", _second_host)
+STAGES = (
+    COLD, AGAIN, FORGOTTEN, ENGINE_RESTARTED, SERVER_RESTARTED, HOST_EMPTIED, SECOND_ENGINE,
+    SECOND_HOST,
+)  # fmt: skip
 
 
 def _redis(peer: Peer, number: signal.Signals) -> None:
@@ -98,32 +99,15 @@ def _nothing(_: Peer) -> None:
     pass
 
 
-FAULTS: Mapping[str, Fault] = {
-    fault.name: fault
-    for fault in (
-        Fault(
-            "Redis killed",
-            "Redis is killed half-way",
-            lambda peer: _redis(peer, signal.SIGKILL),
-            _nothing,
-        ),
-        Fault(
-            "Redis frozen",
-            "Redis stops answering half-way, and keeps its connections",
-            lambda peer: _redis(peer, signal.SIGSTOP),
-            lambda peer: _redis(peer, signal.SIGCONT),
-        ),
-        Fault(
-            "server killed",
-            "the cache's server is killed half-way, and stays away",
-            lambda peer: _server(peer).child.send(signal.SIGKILL),
-            _nothing,
-        ),
-        Fault(
-            "engine killed",
-            "the engine is killed half-way, and comes back on the same port",
-            lambda peer: peer.restart_engine(signal.SIGKILL),
-            _nothing,
-        ),
-    )
-}
+REDIS_FAULTS = (
+    Fault("Redis killed", lambda peer: _redis(peer, signal.SIGKILL), _nothing),
+    Fault(
+        "Redis frozen",
+        lambda peer: _redis(peer, signal.SIGSTOP),
+        lambda peer: _redis(peer, signal.SIGCONT),
+    ),
+)
+OTHER_FAULTS = (
+    Fault("server killed", lambda peer: _server(peer).child.send(signal.SIGKILL), _nothing),
+    Fault("engine killed", lambda peer: peer.restart_engine(signal.SIGKILL), _nothing),
+)

@@ -102,6 +102,12 @@ def spread(samples: Sequence[float]) -> Spread:
     return Spread(min(samples), statistics.median(samples), max(samples), len(samples))
 
 
+def ttfts(runs: Sequence[Labelled]) -> list[float]:
+    """Return the TTFT of every answer of some runs, from the least on."""
+    good = [record for each in runs for record in answered(each.run.records)]
+    return sorted(record.ttft for record in good if record.ttft is not None)
+
+
 def over_runs(runs: Sequence[Labelled], value: Callable[[Summary], float]) -> Spread:
     """Return a figure of several repetitions: median, least and largest."""
     return spread([value(summarise(each)) for each in runs])

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .compare import over_runs, runs_of, scenarios, systems
+from .compare import over_runs, runs_of, scenarios, systems, ttfts
 from .requests import TrafficError
-from .summary import Labelled, Summary, answered, summarise
+from .summary import Labelled, Summary, summarise
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -80,7 +80,7 @@ def ttft(runs: Sequence[Labelled]) -> Figure:
     figure, panels = _panels(runs, "Time to first token: share of requests that have it by then")
     for axes, scenario in zip(panels, scenarios(runs), strict=True):
         for number, system in enumerate(systems(runs)):
-            samples = _ttfts(runs_of(runs, system, scenario))
+            samples = ttfts(runs_of(runs, system, scenario))
             if samples:
                 shares = [(n + 1) / len(samples) for n in range(len(samples))]
                 axes.step(
@@ -202,11 +202,6 @@ def _seconds_axis(axes: Axes) -> None:
     axes.xaxis.get_major_locator().set_params(subs=LABELLED_TICKS)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_formatter(lambda *_: "")
-
-
-def _ttfts(runs: Sequence[Labelled]) -> list[float]:
-    good = [record for each in runs for record in answered(each.run.records)]
-    return sorted(record.ttft for record in good if record.ttft is not None)
 
 
 def _shares(runs: Sequence[Labelled]) -> dict[str, float]:

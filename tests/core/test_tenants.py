@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from kvtier.accounts import OTHER, TENANTS_AT_MOST, Accounts
-from kvtier.core import Role
-from kvtier.metrics import TENANT_LABELS_AT_MOST, Metrics
+from kvtier.core import Role, Tier
+from kvtier.metrics import Metrics
 from kvtier.protocol import Asked
 from kvtier.readings import Readings
+from kvtier.tenant_metrics import TENANT_LABELS_AT_MOST
 from kvtier.tenants import Tenants
 from support import MANIFEST, chain, hierarchy, tokens
 
@@ -83,6 +84,16 @@ def test_tenants_have_series_of_their_own_up_to_a_limit():
     assert tokens["other",] == 50 * 160
     hit = series(metrics, "kvtier_tenant_tokens_hit_total")
     assert (hit["t7", "device"], hit["t7", "host"], hit["other", "host"]) == (32, 80, 50 * 80)
+
+
+def test_bytes_of_a_tenant_are_told_of_the_tiers_that_a_server_has():
+    accounts = Accounts()
+    tenants = Tenants(accounts)
+    tenants.tally("a").lookups += 1
+    accounts.of("a").charge(Tier.HOST, 4096)
+    metrics = Metrics([Tier.DISK])
+    metrics.add_tenants(tenants.readings)
+    assert series(metrics, "kvtier_tenant_bytes") == {("a", "host"): 4096, ("a", "disk"): 0}
 
 
 def test_a_tenant_that_is_called_other_is_counted_with_the_others():

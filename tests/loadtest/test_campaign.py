@@ -13,7 +13,16 @@ from runs import labelled
 
 from loadtest.campaign import conduct, plan, results
 from loadtest.campaign.conduct import Failed, Leg, Load
-from loadtest.campaign.stages import COLD, FORGOTTEN, HOST_EMPTIED, Fault
+from loadtest.campaign.stages import (
+    COLD,
+    FORGOTTEN,
+    HOST_EMPTIED,
+    OTHER_FAULTS,
+    REDIS_FAULTS,
+    STAGES,
+    Fault,
+)
+from loadtest.model import REPOSITORY
 from loadtest.peers import Setup, Tiers
 from loadtest.stack import StackError
 from loadtest.traffic.hardware import hardware
@@ -111,7 +120,7 @@ def test_stages_come_in_order_and_each_run_is_kept_as_it_ends(monkeypatch, tmp_p
 def test_a_fault_strikes_once_half_way_in_the_last_stage_and_is_mended(monkeypatch, tmp_path, url):
     peer = drive(monkeypatch, url)
     ended = []
-    fault = Fault("made up", "", lambda p: p.strikes(), lambda p: p.mends())
+    fault = Fault("made up", lambda p: p.strikes(), lambda p: p.mends())
     monkeypatch.setattr(
         conduct, "save", lambda found, where: ended.append((found.scenario, list(peer.done)))
     )
@@ -160,3 +169,11 @@ def test_plans_fit_the_model_and_no_two_loads_are_called_the_same(tmp_path):
                 assert key not in told
                 told.add(key)
         assert each.runs == sum(len(load_.stages) for one in each.legs for load_ in one.loads)
+
+
+def test_the_document_says_what_is_done_in_each_stage_and_fault():
+    lines = (REPOSITORY / "docs" / "benchmarks.md").read_text("utf-8").splitlines()
+    told = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
+    for named in (STAGES, (*REDIS_FAULTS, *OTHER_FAULTS)):
+        first = told.index(named[0].name)
+        assert told[first : first + len(named)] == [each.name for each in named]

@@ -36,6 +36,7 @@ def engine(serve):
     engine.close()
 
 
+@pytest.mark.slow
 def test_the_command_writes_numbers_that_fit_each_other_and_curves(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "loadtest.dataplane", "--quick", "--out", str(tmp_path)],
