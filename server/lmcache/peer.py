@@ -159,7 +159,7 @@ class Peer:
     def _store(self, values: Sequence[Wanted]) -> list[bool]:
         """Store as many of the values as there are slots for. Returns what came of each of these.
 
-        A namespace that is new to a full server gets slots slab by slab, each as the last is used.
+        There may be fewer: slots that are leased or promised give no room.
         """
         if self._lost():
             return []
