@@ -33,6 +33,7 @@ from rich.table import Table
 from . import model
 from .stack import (
     CPU_ENGINE_OPTIONS,
+    POLL_SECONDS,
     Part,
     StackError,
     start_redis,
@@ -55,6 +56,8 @@ ENGINE_MEMORY = str(10**9)
 """Bytes of vLLM's own cache: more than this demo fills."""
 MIN_GAINS = {"host": 5.0, "disk": 3.0, "redis": 3.0}
 """What a tier must be worth: cold TTFT over that of its slowest step."""
+RECONNECTED_SECONDS = 10.0
+"""Engines look for a server that has gone ten times a second."""
 TIERS = {"device": "L0", "host": "L1", "disk": "disk", "redis": "Redis"}
 MIN_CACHED = 0.9
 """Share of the prompt that must come from the tier that a step is about."""
@@ -165,6 +168,20 @@ class Engine:
         """Empty the engine's own cache (L0), and nothing else."""
         self.part.post("/reset_prefix_cache")
 
+    def reconnected(self) -> None:
+        """Wait until the server has the sessions of this engine. Raises DemoError if none come."""
+        end = time.monotonic() + RECONNECTED_SECONDS
+        while {"scheduler", "worker"} > {each["role"] for each in self._sessions()}:
+            if time.monotonic() > end:
+                raise DemoError(
+                    f"{self.part.child.name} did not connect again in {RECONNECTED_SECONDS:g} s."
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _sessions(self) -> list[dict[str, str]]:
+        sessions: list[dict[str, str]] = json.loads(self.server.get("/v1/sessions"))
+        return sessions
+
     def _cached(self) -> dict[str, int]:
         """Return how many prompt tokens each tier has served since the server's start."""
         stats = json.loads(self.server.get("/v1/stats"))
@@ -272,6 +289,8 @@ def _run(stack: _Stack, screen: Screen) -> list[Step]:
         second.part.stop()
         server.stop()
     restarted.server = stack.server("host-1")
+    with screen.doing("waiting until engine A has found it"):
+        restarted.reconnected()
     restarted.warm_up()
     steps.append(step("server restarted", "disk", restarted))
     with screen.doing("stopping engine A"):

@@ -1,9 +1,10 @@
 """The engine's end of the data plane, for both halves of the connector.
 
 No call raises into vLLM, and none waits past its deadline: a failure is `None`, counted by reason,
-and drops the connection. A thread of its own connects again, with growing pauses that shrink only
-after a call went well, so that a server which accepts but never answers is left alone (a breaker).
-All calls come from one thread.
+and drops the connection. A thread of its own connects again: often while nobody listens, which
+costs nothing, so that a restarted server is used at once; with growing pauses that shrink only
+after a call went well where somebody does, so that a server which accepts but never answers is left
+alone (a breaker). All calls come from one thread.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ LOOK_SECONDS = 0.25
 
 FAILURES = ("absent", "deadline", "disconnect", "protocol", "refused")
 """Why a call failed, as `Client.failures` counts it."""
+
+NOBODY_LISTENS = (FileNotFoundError, ConnectionRefusedError)
+"""What connecting raises then."""
 
 Asked = wire.Lookup | wire.Step | wire.MapSlab | wire.Reset | wire.Drop | wire.Sizes
 R = TypeVar("R", wire.Found, wire.Granted, wire.Mapped, wire.Done, wire.Known)
@@ -257,6 +261,8 @@ class Client:
             self.failures["refused"] += 1
             self._say(f"the kvtier server refused this engine: {error}")
         except OSError as error:
+            if isinstance(error, NOBODY_LISTENS):
+                self._pause = self._options.pause_first
             self._say(f"no kvtier server at {self._options.socket} ({error.strerror or error})")
         else:
             self._said = ""

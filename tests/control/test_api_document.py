@@ -379,6 +379,39 @@ def test_what_is_sent_is_answered_as_the_document_has_it(site, document):
     send_much(site, document, 3)
 
 
+GOOD_BODY = b'{"changes": {"host.policy": "lru"}, "settings": {"policy": "lru"}, "quotas": {}}'
+BODIES = st.one_of(
+    st.binary(max_size=64),
+    st.integers(0, len(GOOD_BODY) - 1).map(lambda end: GOOD_BODY[:end]),
+    st.builds(
+        lambda at, byte: GOOD_BODY[:at] + byte + GOOD_BODY[at + 1 :],
+        st.integers(0, len(GOOD_BODY) - 1),
+        st.binary(min_size=1, max_size=3),
+    ),
+    st.sampled_from([b"null", b"[]", b'"', b"1e999", b"NaN", b"[" * 5000, b"\xef\xbb\xbf{}"]),
+)
+"""Bodies that are no JSON, are cut off, have a wrong byte, or are none of our objects."""
+TYPES = st.sampled_from(["application/json", "application/x-www-form-urlencoded", "", "x"])
+
+
+@pytest.mark.parametrize("path", ["/v1/settings", "/v1/tiers/host", "/v1/quotas"])
+def test_bytes_that_are_no_change_change_nothing(site, path):
+    session = Session(CHANGE)
+    method = "PUT" if path == "/v1/quotas" else "PATCH"
+    before = what_changes_change(site)
+
+    @settings(max_examples=30, deadline=None, database=None)
+    @given(body=BODIES, media_type=TYPES)
+    def go(body, media_type):
+        headers = ANY | {"Content-Type": media_type}
+        answer = session.request(method, site.served.url + path, data=body, headers=headers)
+        assert 400 <= answer.status_code < 500, (body, answer.text)
+        assert answer.headers["Content-Type"] == "application/problem+json"
+        assert what_changes_change(site) == before
+
+    go()
+
+
 @pytest.mark.slow
 def test_whatever_is_sent_is_answered_as_the_document_has_it(site, document):
     send_much(site, document, 40)

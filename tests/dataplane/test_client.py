@@ -92,6 +92,18 @@ def test_a_server_that_comes_later_is_found(connect, planes):
     assert client.lookup(KEY, 0).slots == []
 
 
+def test_a_server_that_is_long_in_coming_is_looked_for_as_often_as_at_first(connect, planes):
+    """Growing pauses would let the first requests after a restart miss what lies on disk."""
+    client = connect(pause_first=0.02, pause_most=10.0)
+    tries = []
+    look = client._try_connect
+    client._try_connect = lambda: tries.append(client._pause) or look()
+    until(lambda: len(tries) >= 8, "eight tries")
+    assert set(tries) == {0.04}, "each was the first try after the one before"
+    planes()
+    until(lambda: client.meet() is not None, "the connection")
+
+
 @pytest.mark.parametrize("deadline", [0.05, 0.3])
 def test_a_silent_server_costs_one_deadline_and_then_nothing(tmp_path, connect, deadline):
     silent = Impostor(tmp_path / "k.sock", None)

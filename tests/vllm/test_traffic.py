@@ -82,7 +82,7 @@ async def test_a_digest_is_of_the_text_that_vllm_answers(served):
     (record,) = (await ask(engine, workload)).records
     assert record.digest == digest(text(engine, prompt, 24))
     assert record.output_tokens == 24
-    assert len(record.gaps) == 23
+    assert 0 < len(record.gaps) <= 23, "tokens that vLLM sent together have one gap"
     assert 0 < record.ttft < record.seconds
 
 
