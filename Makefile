@@ -71,7 +71,7 @@ check: venv
 	$(BIN)/pytest -m "not vllm and not slow" -n auto --dist worksteal
 
 test: system system-test venv-vllm check
-	$(BIN)/pytest -m "vllm or slow"
+	$(BIN)/pytest -m "vllm or slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 # About twenty minutes on two cores, and some hours.
 loadtest loadtest-full: system venv-lmcache

@@ -1,11 +1,11 @@
 """Time to the first token beside LMCache: hits from L1, disk and Redis, and cold prompts.
 
-    python -m loadtest.peer_ttft host|disk|redis|cold
+    python -m loadtest.peer_ttft host|disk|redis|cold|long
 
-prints what `loadtest.figures` makes figures of. All engines run at once, with the same options, and
-are asked in turn for the same prompts: kvtier, LMCache with its default chunk, LMCache with the
-smallest that vLLM's block allows; then the other way round. Times are a client's, as in
-`loadtest.ttft`.
+prints what `loadtest.figures` makes figures of; `long` tells what an L1 hit of a long prompt gains.
+All engines run at once, with the same options, and are asked in turn for the same prompts: kvtier,
+LMCache with its default chunk, LMCache with the smallest that vLLM's block allows; then the other
+way round. Times are a client's, as in `loadtest.ttft`.
 
 LMCache caches whole chunks only, and computes the rest of a prompt: with its default chunk that is
 most of what its hits take, and part of the ratio. The cached tokens stand beside the times.
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from . import model
 from .peers import Peer, Setup, Tiers, running
 from .report import Row, show
-from .rig import Engine, RigError, prompt
+from .rig import MODEL_TOKENS, Engine, RigError, prompt
 from .ttft import COLD_TOKENS, PROMPT_TOKENS, more
 
 OURS, DEFAULT, SMALLEST, PLAIN = "kvtier", "lmcache", "lmcache-32", "vllm"
@@ -42,6 +42,12 @@ WARM_ROUNDS = 1
 COLD_ROUNDS_AT_LEAST = 8
 COLD_ROUNDS_AT_MOST = 20
 COLD_SECONDS = 150.0
+LONG_TOKENS = 29 * 256 + 25
+"""Whole chunks of both systems, and a rest that is computed: nearly what the model can take."""
+LONG_MODEL_TOKENS = 8192
+LONG_PROMPTS = 3
+LONG_HITS = 5
+"""Of each prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,35 @@ def cold() -> Rounds:
     return rounds
 
 
+def long() -> dict[str, list[float]]:
+    """Measure cold TTFT ÷ L1 hits' median, prompt by prompt and by system. Takes seven minutes.
+
+    Raises RigError if a hit did not come from L1.
+    """
+    names = (OURS, DEFAULT)
+    colds: dict[str, list[float]] = {name: [] for name in names}
+    warms: dict[str, list[float]] = {name: [] for name in names}
+    with _asking(names, Tiers.HOST, LONG_MODEL_TOKENS) as asking:
+        for number in range(LONG_PROMPTS):
+            tokens = prompt(f"peers-long-{number}", LONG_TOKENS)
+            for name in _order(names, number):
+                each = asking[name]
+                colds[name].append(each.engine.ask(tokens).ttft)
+                before = each.outside()
+                answers = [each.hit(tokens) for _ in range(LONG_HITS)]
+                each.check(before, sum(cached for _, cached in answers))
+                warms[name].append(statistics.median(ttft for ttft, _ in answers))
+    gains = {
+        name: [cold / warm for cold, warm in zip(colds[name], warms[name], strict=True)]
+        for name in names
+    }
+    rows = [Row(f"TTFT {name}, cold", colds[name], "ms", 1e3) for name in names]
+    rows += [Row(f"TTFT {name}, L1", warms[name], "ms", 1e3) for name in names]
+    rows += [Row(f"cold ÷ L1, {name}", gains[name]) for name in names]
+    show(f"prompts of {LONG_TOKENS} tokens", rows)
+    return gains
+
+
 @dataclass(frozen=True, slots=True)
 class _Asking:
     """A peer and the connection to its engine."""
@@ -143,13 +178,16 @@ class _Asking:
 
 
 @contextlib.contextmanager
-def _asking(names: Sequence[str], tiers: Tiers) -> Iterator[dict[str, _Asking]]:
+def _asking(
+    names: Sequence[str], tiers: Tiers, model_tokens: int = MODEL_TOKENS
+) -> Iterator[dict[str, _Asking]]:
     """Start the peers, one after the other, with these tiers; vLLM by itself has none."""
     folder = model.prepare(model.DEFAULT_FOLDER)
     with contextlib.ExitStack() as ends:
         asking = {}
         for name in names:
-            setup = Setup(folder, Tiers.DEVICE if name == PLAIN else tiers)
+            wanted = Tiers.DEVICE if name == PLAIN else tiers
+            setup = Setup(folder, wanted, model_tokens=model_tokens)
             peer = ends.enter_context(running(name, setup))
             engine = ends.enter_context(contextlib.closing(Engine(peer.engine, name)))
             asking[name] = _Asking(peer, engine)
@@ -183,7 +221,10 @@ def _show(title: str, rounds: Rounds, others: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if sys.argv[1] == "cold":
-        cold()
-    else:
-        hits(Tiers(sys.argv[1]))
+    match sys.argv[1]:
+        case "cold":
+            cold()
+        case "long":
+            long()
+        case tiers:
+            hits(Tiers(tiers))

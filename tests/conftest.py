@@ -1,5 +1,6 @@
 """Makes `tests/support.py` and `tests/servers.py` importable, and starts real servers."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,18 @@ from plane import Plane
 from servers import Served, clean_environment
 
 CAPACITY = "64MiB"
+LONG = ("test_peers", "test_up", "test_lmcache", "test_lower_redis_faults", "test_arrangements")
+"""Files of tests that take minutes: they begin first, so that none is left alone at the end."""
+
+# What runs in the background of a shell, or under nohup, ignores these, and so do its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items):
+    """Put the long files first, in their order, and leave the others as they are."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture
