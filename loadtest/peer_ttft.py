@@ -7,6 +7,10 @@ All engines run at once, with the same options, and are asked in turn for the sa
 LMCache with its default chunk, LMCache with the smallest that vLLM's block allows; then the other
 way round. Times are a client's, as in `loadtest.ttft`.
 
+An engine that rested for some seconds, while the others were asked, is slower once, by as much as an
+L1 hit takes, whichever it is: on a virtual machine the memory that it gave up has to come back from
+the host. So each is asked for something unrelated and shorter than a block right before its hit.
+
 LMCache caches whole chunks only, and computes the rest of a prompt: with its default chunk that is
 most of what its hits take, and part of the ratio. The cached tokens stand beside the times.
 
@@ -30,7 +34,7 @@ from dataclasses import dataclass, field
 from . import model
 from .peers import Peer, Setup, Tiers, running
 from .report import Row, show
-from .rig import MODEL_TOKENS, Engine, RigError, prompt
+from .rig import BLOCK_TOKENS, MODEL_TOKENS, Engine, RigError, prompt
 from .ttft import COLD_TOKENS, PROMPT_TOKENS, more
 
 OURS, DEFAULT, SMALLEST, PLAIN = "kvtier", "lmcache", "lmcache-32", "vllm"
@@ -42,6 +46,8 @@ WARM_ROUNDS = 1
 COLD_ROUNDS_AT_LEAST = 8
 COLD_ROUNDS_AT_MOST = 20
 COLD_SECONDS = 150.0
+WAKING = prompt("waking", BLOCK_TOKENS - 2)
+"""No whole block: nobody caches it."""
 LONG_TOKENS = 29 * 256 + 25
 """Whole chunks of both systems, and a rest that is computed: nearly what the model can take."""
 LONG_MODEL_TOKENS = 8192
@@ -159,6 +165,7 @@ class _Asking:
             self.peer.forget_device()
         else:
             self.peer.drop_host()
+        self.engine.ask(WAKING)
         answer = self.engine.ask(tokens)
         return answer.ttft, answer.cached
 
