@@ -7,9 +7,9 @@ All engines run at once, with the same options, and are asked in turn for the sa
 LMCache with its default chunk, LMCache with the smallest that vLLM's block allows; then the other
 way round. Times are a client's, as in `loadtest.ttft`.
 
-An engine that rested for some seconds, while the others were asked, is slower once, by as much as an
-L1 hit takes, whichever it is: on a virtual machine the memory that it gave up has to come back from
-the host. So each is asked for something unrelated and shorter than a block right before its hit.
+An engine that rested for some seconds, while the others were asked, is slower once, by as much as
+an L1 hit takes, whichever it is. So each is asked for something unrelated and shorter than a block
+right before its hit.
 
 LMCache caches whole chunks only, and computes the rest of a prompt: with its default chunk that is
 most of what its hits take, and part of the ratio. The cached tokens stand beside the times.
