@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import model
+from ..peers.lmcache import ENVIRONMENT as LMCACHE_ENVIRONMENT
 from ..traffic.hardware import ended, hardware
 from ..traffic.requests import TrafficError
 from ..traffic.summary import Labelled
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(plan: Plan, out: Path, console: Console) -> tuple[list[Labelled], list[Failed]]:
-    measured = hardware(out)
+    measured = hardware(out, LMCACHE_ENVIRONMENT)
     runs: list[Labelled] = []
     failed: list[Failed] = []
     began = time.monotonic()

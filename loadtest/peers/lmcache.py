@@ -20,7 +20,8 @@ from ..model import REPOSITORY
 from ..stack import LOOPBACK, start_part
 from .base import PeerError, Place, ServerHost, Tiers, tokens
 
-PYTHON = REPOSITORY / ".venv-lmcache" / "bin" / "python"
+ENVIRONMENT = REPOSITORY / ".venv-lmcache"
+PYTHON = ENVIRONMENT / "bin" / "python"
 SHARED_MEMORY = Path("/dev/shm")
 ENTRY = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 DEFAULT_CHUNK = 256

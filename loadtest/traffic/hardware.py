@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -40,8 +40,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     load_at_end: tuple[float, float, float] | None = None
 
 
-def hardware(folder: Path) -> Hardware:
-    """Return what this process runs on; `folder` is where blocks or results are kept. Blocks."""
+def hardware(folder: Path, *environments: Path) -> Hardware:
+    """Return what this process runs on; `folder` is where blocks or results are kept. Blocks.
+
+    `environments` are folders of other virtual environments, whose packages are measured too.
+    """
     return Hardware(
         machine=machine(),
         cores=len(os.sched_getaffinity(0)),
@@ -51,7 +54,7 @@ def hardware(folder: Path) -> Hardware:
             "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
         ),
         kernel=platform.release(),
-        versions=dict(_versions()),
+        versions=dict(_versions(environments)),
         commit=_commit(),
         command=[Path(sys.executable).name, *sys.orig_argv[1:]],
         load_at_start=os.getloadavg(),
@@ -63,13 +66,13 @@ def ended(started: Hardware) -> Hardware:
     return msgspec.structs.replace(started, load_at_end=os.getloadavg())
 
 
-def _versions() -> Iterator[tuple[str, str]]:
+def _versions(environments: Sequence[Path]) -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
+    others = [str(each) for root in environments for each in root.glob("lib/python*/site-packages")]
     for name in DISTRIBUTIONS:
-        try:
-            yield name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        for found in metadata.distributions(name=name, path=[*sys.path, *others]):
+            yield name, found.version
+            break
     for line in _answer("redis-server", "--version"):
         version = [word.removeprefix("v=") for word in line.split() if word.startswith("v=")]
         yield "redis", version[0] if version else line

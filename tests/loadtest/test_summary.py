@@ -177,6 +177,15 @@ def test_the_hardware_is_named_with_versions_commit_and_command(measured):
     assert measured.disk
 
 
+def test_a_peer_in_an_environment_of_its_own_is_named_with_its_version(tmp_path):
+    packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
+    (packages / "lmcache-0.0.7.dist-info").mkdir(parents=True)
+    about = "Metadata-Version: 2.1\nName: lmcache\nVersion: 0.0.7\n"
+    (packages / "lmcache-0.0.7.dist-info" / "METADATA").write_text(about)
+    versions = hardware(tmp_path, tmp_path / "venv").versions
+    assert (versions["lmcache"], "kvtier" in versions) == ("0.0.7", True)
+
+
 def several():
     """Return runs of two systems in two scenarios, one of them repeated."""
     return [
