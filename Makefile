@@ -70,6 +70,7 @@ check: venv
 	$(BIN)/lint-imports
 	$(BIN)/pytest -m "not vllm and not slow" -n auto --dist worksteal
 
+# Two at a time, as starting an engine takes one core; a file stays together, as its tests share engines.
 test: system system-test venv-vllm check
 	$(BIN)/pytest -m "vllm or slow" -n 2 --dist loadfile --no-loadscope-reorder
 

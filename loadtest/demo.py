@@ -171,7 +171,7 @@ class Engine:
     def reconnected(self) -> None:
         """Wait until the server has the sessions of this engine. Raises DemoError if none come."""
         end = time.monotonic() + RECONNECTED_SECONDS
-        while {"scheduler", "worker"} > {each["role"] for each in self._sessions()}:
+        while not {"scheduler", "worker"} <= {each["role"] for each in self._sessions()}:
             if time.monotonic() > end:
                 raise DemoError(
                     f"{self.part.child.name} did not connect again in {RECONNECTED_SECONDS:g} s."

@@ -115,10 +115,7 @@ def cold() -> Rounds:
         for number in more(COLD_ROUNDS_AT_LEAST, COLD_ROUNDS_AT_MOST, COLD_SECONDS):
             tokens = prompt(f"peers-cold-{number}", COLD_TOKENS)
             for name in _order(names, number):
-                answer = asking[name].engine.ask(tokens)
-                if answer.cached:
-                    raise RigError(f"{name} had {answer.cached} tokens of a new prompt cached.")
-                rounds.by_name[name].ttfts.append(answer.ttft)
+                rounds.by_name[name].ttfts.append(asking[name].cold(tokens))
     _show(f"cold prompts of {COLD_TOKENS} tokens", rounds, (DEFAULT, PLAIN))
     return rounds
 
@@ -136,7 +133,7 @@ def long() -> dict[str, list[float]]:
             tokens = prompt(f"peers-long-{number}", LONG_TOKENS)
             for name in _order(names, number):
                 each = asking[name]
-                colds[name].append(each.engine.ask(tokens).ttft)
+                colds[name].append(each.cold(tokens))
                 before = each.outside()
                 answers = [each.hit(tokens) for _ in range(LONG_HITS)]
                 each.check(before, sum(cached for _, cached in answers))
@@ -158,6 +155,13 @@ class _Asking:
 
     peer: Peer
     engine: Engine
+
+    def cold(self, tokens: Sequence[int]) -> float:
+        """Return the TTFT of a new prompt. Raises RigError if it is none."""
+        answer = self.engine.ask(tokens)
+        if answer.cached:
+            raise RigError(f"{self.peer.name} had {answer.cached} tokens of a new prompt cached.")
+        return answer.ttft
 
     def hit(self, tokens: Sequence[int]) -> tuple[float, int]:
         """Return TTFT and cached tokens of a hit from the lowest tier."""

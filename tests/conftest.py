@@ -16,9 +16,11 @@ CAPACITY = "64MiB"
 LONG = ("test_peers", "test_up", "test_lmcache", "test_lower_redis_faults", "test_arrangements")
 """Files of tests that take minutes: they begin first, so that none is left alone at the end."""
 
-# What runs in the background of a shell, or under nohup, ignores these, and so do its children.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# What runs in the background of a shell, or under nohup, ignores these, and so would what the tests
+# start. A handler is not inherited: the tests themselves go on as before.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items):
