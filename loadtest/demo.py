@@ -131,23 +131,24 @@ class Engine:
     def ask(self, user: str, question: str) -> Answer:
         """Return the greedy answer, streamed. Raises DemoError if there is none."""
         before = self._cached()
-        began = time.perf_counter()
-        stream = self._client.chat.completions.create(
-            model=self.name,
-            messages=[{"role": "user", "content": f"{_document()}\n\nQuestion: {question}"}],
-            temperature=0,
-            seed=0,
-            max_tokens=ANSWER_TOKENS,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"cache_salt": user},
-        )
         pieces, first, usage = [], 0.0, None
-        for chunk in stream:
-            if chunk.choices and (piece := chunk.choices[0].delta.content):
-                first = first or time.perf_counter()
-                pieces.append(piece)
-            usage = chunk.usage or usage
+        began = time.perf_counter()
+        with self._asking():
+            stream = self._client.chat.completions.create(
+                model=self.name,
+                messages=[{"role": "user", "content": f"{_document()}\n\nQuestion: {question}"}],
+                temperature=0,
+                seed=0,
+                max_tokens=ANSWER_TOKENS,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"cache_salt": user},
+            )
+            for chunk in stream:
+                if chunk.choices and (piece := chunk.choices[0].delta.content):
+                    first = first or time.perf_counter()
+                    pieces.append(piece)
+                usage = chunk.usage or usage
         if usage is None or not pieces:
             raise DemoError(f"The engine gave no answer to {question!r}.")
         details, after = usage.prompt_tokens_details, self._cached()
@@ -162,7 +163,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Pay once what only the first request of a process costs, with an unrelated prompt."""
-        self._client.completions.create(model=self.name, prompt="Hello", max_tokens=2)
+        with self._asking():
+            self._client.completions.create(model=self.name, prompt="Hello", max_tokens=2)
 
     def forget(self) -> None:
         """Empty the engine's own cache (L0), and nothing else."""
@@ -177,6 +179,20 @@ class Engine:
                     f"{self.part.child.name} did not connect again in {RECONNECTED_SECONDS:g} s."
                 )
             time.sleep(POLL_SECONDS)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Turn what the client raises into a DemoError that shows what the engine said last."""
+        try:
+            yield
+        except OpenAIError as error:
+            why = f"{error} {error.__cause__ or ''}".strip()
+            code = self.part.child.exit_code()
+            state = "runs" if code is None else f"ended with exit code {code}"
+            raise DemoError(
+                f"A request to {self.part.child.name}, which {state}, failed: {why}\n"
+                f"{self.part.tail()}"
+            ) from error
 
     def _sessions(self) -> list[dict[str, str]]:
         sessions: list[dict[str, str]] = json.loads(self.server.get("/v1/sessions"))
@@ -204,9 +220,6 @@ def main() -> int:
         _check(steps)
     except (DemoError, StackError, model.ModelError) as error:
         print(f"demo: {error}", file=sys.stderr)
-        return 1
-    except OpenAIError as error:
-        print(f"demo: a request failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("demo: stopped; nothing runs on", file=sys.stderr)
