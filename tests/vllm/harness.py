@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import random
@@ -60,14 +61,20 @@ def make_tiny_model() -> Path:
 
 
 def make_model(script: Path, name: str) -> Path:
-    """Return the folder of a model that `script` makes, once for each version of itself."""
+    """Return the folder of a model that `script` makes, once for each version of itself.
+
+    Of the workers that want it at the same time, one makes it and the others wait.
+    """
     version = hashlib.sha256(script.read_bytes()).hexdigest()[:8]
     folder = ROOT / ".cache" / "models" / f"{name}-{version}"
-    if (folder / "config.json").is_file():
-        return folder
-    # In a process of its own, because importing torch warns, and warnings fail tests here.
-    command = [sys.executable, str(script), str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "config.json").is_file():
+            return folder
+        # In a process of its own, because importing torch warns, and warnings fail tests here.
+        command = [sys.executable, str(script), str(folder)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 
