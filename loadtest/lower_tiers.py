@@ -205,6 +205,7 @@ def _pair(
 ) -> None:
     engine = running[WITH]
     engine.forget()
+    engine.wake()
     before = _spent(running, tier)
     loads.lower.append(hit(engine, tokens))
     loads.device.append(hit(engine, tokens))

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from . import model
 from .peers import Peer, Setup, Tiers, running
 from .report import Row, show
-from .rig import BLOCK_TOKENS, MODEL_TOKENS, Engine, RigError, prompt
+from .rig import MODEL_TOKENS, Engine, RigError, prompt
 from .ttft import COLD_TOKENS, PROMPT_TOKENS, more
 
 OURS, DEFAULT, SMALLEST, PLAIN = "kvtier", "lmcache", "lmcache-32", "vllm"
@@ -46,8 +46,6 @@ WARM_ROUNDS = 1
 COLD_ROUNDS_AT_LEAST = 8
 COLD_ROUNDS_AT_MOST = 20
 COLD_SECONDS = 150.0
-WAKING = prompt("waking", BLOCK_TOKENS - 2)
-"""No whole block: nobody caches it."""
 LONG_TOKENS = 29 * 256 + 25
 """Whole chunks of both systems, and a rest that is computed: nearly what the model can take."""
 LONG_MODEL_TOKENS = 8192
@@ -169,7 +167,7 @@ class _Asking:
             self.peer.forget_device()
         else:
             self.peer.drop_host()
-        self.engine.ask(WAKING)
+        self.engine.wake()
         answer = self.engine.ask(tokens)
         return answer.ttft, answer.cached
 

@@ -74,6 +74,10 @@ class Engine:
         details = usage.get("prompt_tokens_details") or {}
         return Asked(first - began, details.get("cached_tokens") or 0)
 
+    def wake(self) -> None:
+        """Ask for something short that nobody caches: an engine that rested is slower once."""
+        self.ask(WAKING)
+
     def answer(self, prompt: Sequence[int], tokens: int) -> None:
         """Wait for an answer of so many tokens. May be called by several threads at once."""
         got = self._http.post("/v1/completions", json=_body(prompt, tokens))
@@ -151,6 +155,10 @@ def prompt(name: str, tokens: int) -> list[int]:
     """Return random token ids; equal names give equal prompts."""
     generator = random.Random(name)
     return [generator.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens)]
+
+
+WAKING = prompt("waking", BLOCK_TOKENS - 2)
+"""No whole block."""
 
 
 def counter(part: Part, name: str, **labels: str) -> float:
