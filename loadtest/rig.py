@@ -19,10 +19,17 @@ from pathlib import Path
 import httpx
 
 from . import model
-from .stack import CPU_ENGINE_OPTIONS, Part, StackError, start_server, start_vllm
+from .stack import (
+    CPU_ENGINE_OPTIONS,
+    ONE_PROCESS_ENVIRONMENT,
+    ONE_PROCESS_OPTIONS,
+    Part,
+    StackError,
+    start_server,
+    start_vllm,
+)
 
 BLOCK_TOKENS = 32
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 CAPACITY = "2GiB"
 ENGINE_MEMORY = str(450 * 2**20)
 """Bytes of an engine's own cache: 10,000 tokens, all of which warming up has touched once."""
@@ -141,7 +148,7 @@ def rig(*names: str, capacity: str = CAPACITY, lower: Sequence[str] = ()) -> Ite
             options = ["--model", folder, "--served-model-name", "model", *_options()]
             if name == WITH:
                 options += ["--kv-transfer-config", transfer_config(server)]
-            parts[name] = start_vllm(work, options, f"engine{number}", ENVIRONMENT)
+            parts[name] = start_vllm(work, options, f"engine{number}", ONE_PROCESS_ENVIRONMENT)
             ends.callback(parts[name].stop)
         engines = {}
         for name, part in parts.items():
@@ -192,6 +199,7 @@ def _body(prompt_ids: Sequence[int], tokens: int) -> dict[str, object]:
 def _options() -> list[str]:
     return [
         *CPU_ENGINE_OPTIONS,
+        *ONE_PROCESS_OPTIONS,
         "--max-model-len", str(MODEL_TOKENS),
         "--kv-cache-memory-bytes", ENGINE_MEMORY,
         "--prefix-caching-hash-algo", "sha256_cbor",

@@ -30,6 +30,17 @@ STOP_SECONDS = 40.0
 TAIL_LINES = 40
 CPU_ENGINE_OPTIONS = ("--dtype", "float32", "--block-size", "32", "--enforce-eager")
 """float32, because bf16 is emulated on CPUs without AVX-512; CPU attention takes blocks of 32."""
+ONE_PROCESS_OPTIONS = ("--distributed-executor-backend", "uni")
+ONE_PROCESS_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""With both, vLLM's worker runs inside its engine core, as it does on one GPU by default.
+
+On CPUs it is a process of its own by default. Then each of the two spins for a second after the
+last message of the other, and on two cores they take them from the model, from a server, and from
+whoever measures. Without the variable vLLM goes back to two processes, whatever the option says.
+"""
 
 
 REDIS_MEMORY = "2gb"

@@ -65,9 +65,9 @@ def _run(plan: Plan, out: Path, console: Console) -> tuple[list[Labelled], list[
             if not console.is_terminal:
                 console.print(f"{time.monotonic() - began:6.0f} s  {text}", markup=False)
 
-        for leg in plan.legs:
-            left = leg.runs
-            for found in conduct(leg, out, say):
+        for group in plan.groups:
+            left = sum(leg.runs for leg in group)
+            for found in conduct(group, out, say):
                 if isinstance(found, Failed):
                     failed.append(found)
                     continue
@@ -94,11 +94,11 @@ def _progress(console: Console) -> Progress:
 def _only(plan: Plan, names: Sequence[str]) -> Plan:
     if not names:
         return plan
-    legs = [leg for leg in plan.legs if leg.peer in names]
-    if not legs:
+    groups = [[leg for leg in group if leg.peer in names] for group in plan.groups]
+    if not any(groups):
         known = ", ".join(sorted({leg.peer for leg in plan.legs}))
         raise TrafficError(f"No system of the plan is named {', '.join(names)}; there are {known}.")
-    return replace(plan, legs=legs)
+    return replace(plan, groups=[group for group in groups if group])
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

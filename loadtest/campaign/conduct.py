@@ -1,8 +1,13 @@
-"""Takes one system through its stages under its workloads, and keeps each run at once."""
+"""Takes systems through their stages under their workloads, side by side, and keeps each run.
+
+A machine's speed changes within minutes. So the systems of a group are up at the same time, and in
+each stage they are asked in turn: request by request where one user asks.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +17,10 @@ from pathlib import Path
 from ..peers import Peer, PeerError, Setup, running
 from ..peers.peer import MODEL_NAME
 from ..rig import RigError
-from ..stack import StackError
+from ..stack import Part, StackError
 from ..traffic.records import Record
 from ..traffic.requests import Workload
-from ..traffic.runner import Loop, RunOptions, run
+from ..traffic.runner import Closed, Loop, RunOptions, run
 from ..traffic.summary import RAW, Labelled, save
 from .stages import Fault, Stage
 
@@ -67,44 +72,111 @@ class Failed:
 
 
 Say = Callable[[str], None]
+Turn = contextlib.AbstractAsyncContextManager[object]
+_GOES_WRONG = (StackError, PeerError, RigError)
+_NO_TURN = contextlib.nullcontext()
 
 
-def conduct(leg: Leg, folder: Path, say: Say) -> Iterator[Labelled | Failed]:
-    """Start a system, ask it, and stop it. Yields each run as it ends, already saved.
+def conduct(group: Sequence[Leg], folder: Path, say: Say) -> Iterator[Labelled | Failed]:
+    """Start the systems of a group, ask them side by side, and stop them.
 
-    What it was set up with is written beside them. A stage that fails ends the leg.
+    Yields each run as it ends, already saved. What each was set up with is written beside them. A
+    stage that fails ends its leg, and no other's.
     """
-    scenario = "start"
-    try:
-        say(f"{leg.system}: starting")
-        with running(leg.peer, leg.setup) as peer:
-            leg.prepare(peer)
-            name = _file_name(f"{leg.system} {leg.setup.tiers.value}")
-            _write_settings(peer, folder / f"{name}.settings.json")
-            for load in leg.loads:
-                for number in range(len(load.stages)):
-                    scenario = load.scenario(number)
-                    say(f"{leg.system}: {scenario}")
-                    yield _one(peer, leg, load, number, folder)
-    except (StackError, PeerError, RigError) as error:
-        yield Failed(leg.system, scenario, str(error))
+    with contextlib.ExitStack() as ends:
+        going: list[_Going] = []
+        for leg in group:
+            say(f"{leg.system}: starting")
+            own = ends.enter_context(contextlib.ExitStack())
+            try:
+                peer = own.enter_context(running(leg.peer, leg.setup))
+                leg.prepare(peer)
+            except _GOES_WRONG as error:
+                yield Failed(leg.system, "start", str(error))
+            else:
+                going.append(_Going(leg, peer, own))
+                name = _file_name(f"{leg.system} {leg.setup.tiers.value}")
+                _write_settings(peer, folder / f"{name}.settings.json")
+        for at, number in _steps(group):
+            asked = [one for one in going if number < len(one.leg.loads[at].stages)]
+            for found in _ask(asked, at, number, folder, say):
+                if isinstance(found, Failed):
+                    (failed,) = (one for one in going if one.leg.system == found.system)
+                    going.remove(failed)
+                    failed.end.close()
+                yield found
 
 
-def _one(peer: Peer, leg: Leg, load: Load, number: int, folder: Path) -> Labelled:
-    engine = load.stages[number].prepare(peer)
-    last = number == len(load.stages) - 1
-    fault = load.fault if last else None
+@dataclass(frozen=True, slots=True)
+class _Going:
+    """A leg under way."""
+
+    leg: Leg
+    peer: Peer
+    end: contextlib.ExitStack
+    """Stops it."""
+
+
+def _steps(group: Sequence[Leg]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of each load and stage: of the leg that has most stages."""
+    for at, loads in enumerate(zip(*(leg.loads for leg in group), strict=True)):
+        yield from ((at, number) for number in range(max(len(load.stages) for load in loads)))
+
+
+def _ask(
+    asked: Sequence[_Going], at: int, number: int, folder: Path, say: Say
+) -> list[Labelled | Failed]:
+    """Take the systems to a stage, one after the other, then ask all of them."""
+    ready: list[tuple[_Going, Part]] = []
+    found: list[Labelled | Failed] = []
+    for one in asked:
+        scenario = one.leg.loads[at].scenario(number)
+        say(f"{one.leg.system}: {scenario}")
+        try:
+            ready.append((one, one.leg.loads[at].stages[number].prepare(one.peer)))
+        except _GOES_WRONG as error:
+            found.append(Failed(one.leg.system, scenario, str(error)))
+    if number % 2:  # Nobody is always the first.
+        ready.reverse()
+    return found + asyncio.run(_in_turn(ready, at, number, folder))
+
+
+async def _in_turn(
+    ready: Sequence[tuple[_Going, Part]], at: int, number: int, folder: Path
+) -> list[Labelled | Failed]:
+    """Send the workload to all, request by request; where users overlap, one whole run a time."""
+    turn = asyncio.Lock()  # Fair: who asked for it first has it next.
+
+    async def one(going: _Going, engine: Part) -> Labelled | Failed:
+        load = going.leg.loads[at]
+        whole, each = (turn, _NO_TURN) if load.loop != Closed(1) else (_NO_TURN, turn)
+        async with whole:
+            try:
+                return await _one(going, engine, load, number, folder, each)
+            except _GOES_WRONG as error:
+                return Failed(going.leg.system, load.scenario(number), str(error))
+
+    return list(await asyncio.gather(*(one(*each) for each in ready)))
+
+
+async def _one(
+    going: _Going, engine: Part, load: Load, number: int, folder: Path, turn: Turn
+) -> Labelled:
+    peer, system = going.peer, going.leg.system
+    fault = load.fault if number == len(load.stages) - 1 else None
     scenario = load.scenario(number)
-    where = _new_folder(folder / _file_name(scenario) / _file_name(leg.system))
+    where = _new_folder(folder / _file_name(scenario) / _file_name(system))
     strike = _half_way(peer, fault, len(load.workload.requests))
     counts = (engine.url, *peer.counts_at())
-    options = RunOptions(raw=where / RAW, metrics=counts, done=strike)
+    options = RunOptions(raw=where / RAW, metrics=counts, done=strike, turn=turn)
     try:
-        found = asyncio.run(run(engine.url, MODEL_NAME, load.workload, load.loop, options=options))
+        found = await run(
+            engine.url, MODEL_NAME, load.workload, load.loop, progress=False, options=options
+        )
     finally:
         if fault is not None:
             fault.mend(peer)
-    labelled = Labelled(leg.system, scenario, load.workload.facts(), found)
+    labelled = Labelled(system, scenario, load.workload.facts(), found)
     save(labelled, where)
     return labelled
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -58,10 +58,18 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Legs in the order in which they run, one at a time."""
+    """Groups of legs: the groups run one after the other, the legs of one side by side.
+
+    The legs of a group have the same loads, and begin them with the same stages.
+    """
 
     name: str
-    legs: Sequence[Leg]
+    groups: Sequence[Sequence[Leg]]
+
+    @property
+    def legs(self) -> list[Leg]:
+        """All of them."""
+        return [leg for group in self.groups for leg in group]
 
     @property
     def runs(self) -> int:
@@ -89,22 +97,23 @@ def quick(model: Path) -> Plan:
     below = [Load(documents, Closed(1), disk), talks]
     shared = [Load(documents, Closed(1), redis, "with Redis")]
     peers = ("kvtier", "lmcache")
-    legs = [
-        make.leg("vllm", Tiers.DEVICE, alone),
-        *(make.leg(peer, Tiers.DISK, below) for peer in peers),
-        *(make.leg(peer, Tiers.REDIS, shared) for peer in peers),
+    groups = [
+        [
+            make.leg("vllm", Tiers.DEVICE, alone),
+            *(make.leg(peer, Tiers.DISK, below) for peer in peers),
+        ],
+        [make.leg(peer, Tiers.REDIS, shared) for peer in peers],
     ]
-    return Plan("quick", legs)
+    return Plan("quick", groups)
 
 
 def full(model: Path, traces: Sequence[Path]) -> Plan:
     """All workloads, systems, policies and faults. Takes some hours. Raises TrafficError."""
     make = _Maker(model)
-    legs = [*_systems(make, traces), *_policies(make), *_faults(make)]
-    return Plan("full", legs)
+    return Plan("full", [*_systems(make, traces), *_policies(make), *_faults(make)])
 
 
-def _systems(make: _Maker, traces: Sequence[Path]) -> list[Leg]:
+def _systems(make: _Maker, traces: Sequence[Path]) -> list[list[Leg]]:
     """Return every system under every workload, with every tier that it has."""
     hits = (COLD, *[AGAIN] * 3, *[FORGOTTEN] * 3, ENGINE_RESTARTED, SECOND_ENGINE)
     names = ("documents", "shared_prompt", "chat", "agents", "unique")
@@ -114,20 +123,25 @@ def _systems(make: _Maker, traces: Sequence[Path]) -> list[Leg]:
         Load(replay(make.writer, trace, MODEL_TOKENS, REPLAYED), REPLAY_PACE, (COLD, FORGOTTEN))
         for trace in traces
     ]
+    alone = [_up_to(load, FORGOTTEN) for load in loads]
     documents = make.workload("documents")
     lower = (COLD, SERVER_RESTARTED, *[HOST_EMPTIED] * 3)
-    found = [make.leg("vllm", Tiers.DEVICE, [_only(load, COLD, FORGOTTEN) for load in loads])]
-    found.append(make.leg("example", Tiers.DISK, [Load(documents, Closed(1), (COLD, FORGOTTEN))]))
-    for peer in ("kvtier", "lmcache", "lmcache-32"):
-        found.append(make.leg(peer, Tiers.HOST, loads))
-        disk = Load(documents, Closed(1), lower, "with a disk")
-        redis = Load(documents, Closed(1), (*lower, SECOND_HOST), "with Redis")
-        found.append(make.leg(peer, Tiers.DISK, [disk]))
-        found.append(make.leg(peer, Tiers.REDIS, [redis]))
-    return found
+    disk = Load(documents, Closed(1), lower, "with a disk")
+    redis = Load(documents, Closed(1), (*lower, SECOND_HOST), "with Redis")
+    files = Load(documents, Closed(1), (COLD, FORGOTTEN), "with files")
+    peers = ("kvtier", "lmcache", "lmcache-32")
+    return [
+        [
+            make.leg("vllm", Tiers.DEVICE, alone),
+            *(make.leg(peer, Tiers.HOST, loads) for peer in peers),
+        ],
+        [make.leg(peer, Tiers.DISK, [disk]) for peer in peers],
+        [make.leg(peer, Tiers.REDIS, [redis]) for peer in peers],
+        [make.leg(peer, Tiers.DISK, [files]) for peer in ("kvtier", "example")],
+    ]
 
 
-def _policies(make: _Maker) -> list[Leg]:
+def _policies(make: _Maker) -> list[list[Leg]]:
     """Return kvtier under churn, policy by policy: larger than L1, and than L1 and disk."""
     churn = make.workload("churn", {"cache_bytes": SMALL_HOST_MIB * MIB})
     larger = make.workload("churn", {"cache_bytes": 3 * SMALL_HOST_MIB * MIB, "rounds": 2})
@@ -137,17 +151,17 @@ def _policies(make: _Maker) -> list[Leg]:
         name = f"kvtier, {policy}"
         chosen = partial(_set, settings)
         loads = [Load(churn, Closed(1), (COLD,), "of L1")]
-        found.append(make.small_leg(name, Tiers.HOST, loads, chosen))
+        found.append([make.small_leg(name, Tiers.HOST, loads, chosen)])
     chosen = partial(_set, {"disk.capacity": f"{2 * SMALL_HOST_MIB}MiB"})
     loads = [
         Load(churn, Closed(1), (COLD,), "of L1"),
         Load(larger, Closed(1), (COLD,), "of L1 and disk"),
     ]
-    found.append(make.small_leg("kvtier, with a disk", Tiers.DISK, loads, chosen))
+    found.append([make.small_leg("kvtier, with a disk", Tiers.DISK, loads, chosen)])
     return found
 
 
-def _faults(make: _Maker) -> list[Leg]:
+def _faults(make: _Maker) -> list[list[Leg]]:
     """Return kvtier and LMCache with something that goes wrong half-way."""
     documents = make.workload("documents", {"documents": 2})
     found = []
@@ -156,7 +170,7 @@ def _faults(make: _Maker) -> list[Leg]:
         stages = (COLD, HOST_EMPTIED)
         about = f"by two users, {fault.name}"
         loads = [Load(documents, Closed(2), stages, about, fault)]
-        found += [make.leg(peer, tiers, loads) for peer in ("kvtier", "lmcache")]
+        found.append([make.leg(peer, tiers, loads) for peer in ("kvtier", "lmcache")])
     return found
 
 
@@ -194,5 +208,6 @@ def _set(settings: Mapping[str, str], peer: Peer) -> None:
         raise PeerError(f"The settings {', '.join(pairs)} were refused: {done.stderr.strip()}")
 
 
-def _only(load: Load, *stages: Stage) -> Load:
-    return Load(load.workload, load.loop, stages)
+def _up_to(load: Load, last: Stage) -> Load:
+    """Return a load without the stages that come after the first `last`."""
+    return replace(load, stages=load.stages[: load.stages.index(last) + 1])

@@ -13,8 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ..rig import ENVIRONMENT, Engine, counter
-from ..stack import CPU_ENGINE_OPTIONS, Part, Redis, start_redis, start_vllm
+from ..rig import Engine, counter
+from ..stack import (
+    CPU_ENGINE_OPTIONS,
+    ONE_PROCESS_ENVIRONMENT,
+    ONE_PROCESS_OPTIONS,
+    Part,
+    Redis,
+    start_redis,
+    start_vllm,
+)
 from .base import Host, PeerError, Place, Setup, Tiers, leave_page_cache
 
 MODEL_NAME = "model"
@@ -74,7 +82,7 @@ class Peer:
             "name": self.name,
             "shared": shared,
             "engine_options": options,
-            "engine_environment": {**ENVIRONMENT, **self.host.environment},
+            "engine_environment": {**ONE_PROCESS_ENVIRONMENT, **self.host.environment},
             "host": dict(self.host.settings()),
         }
         text = json.dumps(found, default=str)
@@ -180,7 +188,7 @@ class Peer:
     def _start_engine(self, host: Host, number: int, port: int | None = None) -> Part:
         model = ["--model", str(self.setup.model)]
         options = [*model, *engine_options(self.setup), *host.engine_options()]
-        environment = {**ENVIRONMENT, **host.environment}
+        environment = {**ONE_PROCESS_ENVIRONMENT, **host.environment}
         name = f"engine{number}"
         part = start_vllm(self._folder, options, name, environment, host.python, port)
         self._engines[number : number + 1] = [part]
@@ -206,6 +214,7 @@ def engine_options(setup: Setup) -> list[str]:
     return [
         "--served-model-name", MODEL_NAME,
         *CPU_ENGINE_OPTIONS,
+        *ONE_PROCESS_OPTIONS,
         "--max-model-len", str(setup.model_tokens),
         "--kv-cache-memory-bytes", str(setup.engine_mib << 20),
         "--prefix-caching-hash-algo", "sha256_cbor",

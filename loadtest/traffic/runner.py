@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     began: float
     """Seconds since the epoch."""
     seconds: float
-    """From the first request's sending to the last one's end."""
+    """From the first request's sending to the last one's end, less what it waited for its turn."""
     records: list[Record]
     """In the order in which they ended."""
     sources: Sources | None
@@ -79,6 +79,10 @@ class RunOptions:
     the engines, and that of a kvtier server, which knows its tiers apart."""
     done: Callable[[Record], None] = lambda _: None
     """Is told of each record."""
+    turn: contextlib.AbstractAsyncContextManager[object] = field(
+        default_factory=contextlib.nullcontext
+    )
+    """Held while a request of the closed loop is under way: runs that share it take turns."""
 
 
 async def run(
@@ -96,6 +100,7 @@ async def run(
     be sent at all: a URL that is none, no user.
     """
     _check(url, loop)
+    turn = _Turn(options.turn)
     counting = options.metrics or [url]
     before = await totals(counting)
     wall, began = time.time(), time.perf_counter()
@@ -114,7 +119,7 @@ async def run(
 
         try:
             if isinstance(loop, Closed):
-                await _closed(client, workload, loop, keep)
+                await _closed(client, workload, loop, keep, turn)
             else:
                 await _open(client, workload, loop, keep)
         finally:
@@ -122,7 +127,9 @@ async def run(
     return Run(
         loop=loop,
         began=wall,
-        seconds=max(each.ended for each in records) - min(each.sent for each in records),
+        seconds=max(each.ended for each in records)
+        - min(each.sent for each in records)
+        - turn.waited,
         records=records,
         sources=sources_since(before, await totals(counting)),
     )
@@ -165,12 +172,34 @@ class _Ready:
             self._changed.notify_all()
 
 
-async def _closed(client: Client, workload: Workload, loop: Closed, keep: Keep) -> None:
+class _Turn:
+    """One run's turns among others, and for how long it waited between them."""
+
+    def __init__(self, shared: contextlib.AbstractAsyncContextManager[object]) -> None:
+        self._shared = shared
+        self._taken = False
+        self.waited = 0.0
+        """Seconds, without those before the first turn."""
+
+    @contextlib.asynccontextmanager
+    async def take(self) -> AsyncIterator[None]:
+        began = time.perf_counter()
+        async with self._shared:
+            if self._taken:
+                self.waited += time.perf_counter() - began
+            self._taken = True
+            yield
+
+
+async def _closed(
+    client: Client, workload: Workload, loop: Closed, keep: Keep, turn: _Turn
+) -> None:
     ready = _Ready(workload.requests)
 
     async def user() -> None:
         while (request := await ready.next()) is not None:
-            keep(await client.send(request))
+            async with turn.take():
+                keep(await client.send(request))
             await ready.ended(request)
 
     async with asyncio.TaskGroup() as users:

@@ -29,6 +29,8 @@ from loadtest import tiny
 from loadtest.stack import (
     CPU_ENGINE_OPTIONS,
     LOOPBACK,
+    ONE_PROCESS_ENVIRONMENT,
+    ONE_PROCESS_OPTIONS,
     Part,
     start_part,
     start_server,
@@ -135,13 +137,12 @@ class Lab:
         port = free_port(LOOPBACK)
         command = [str(Path(__file__).with_name("serve_vllm.py")), str(self.model)]
         command += ["--host", LOOPBACK, "--port", str(port), "--enable-prompt-tokens-details"]
-        command += [*self._engine_options(), *options]
+        command += [*self._engine_options(), *ONE_PROCESS_OPTIONS, *options]
         command += ["--prefix-caching-hash-algo", "sha256_cbor"]
         if server_socket is not None:
             config = transfer_config(server_socket, **extra)
             command += ["--kv-transfer-config", json.dumps(config)]
-        environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        part = start_part(self.folder, next(self._names), command, environment)
+        part = start_part(self.folder, next(self._names), command, ONE_PROCESS_ENVIRONMENT)
         part = dataclasses.replace(part, url=f"http://{LOOPBACK}:{port}", health="/health")
         return OnlineEngine(self._ready(part), str(self.model))
 

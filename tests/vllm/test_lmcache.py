@@ -11,8 +11,13 @@ from support import until
 from loadtest.lmcache_bench import kvtier_adapter
 from loadtest.peers.base import Place, Setup, Tiers
 from loadtest.peers.lmcache import DEFAULT_CHUNK, PYTHON, LMCacheHost
-from loadtest.rig import ENVIRONMENT, counter
-from loadtest.stack import CPU_ENGINE_OPTIONS, start_vllm
+from loadtest.rig import counter
+from loadtest.stack import (
+    CPU_ENGINE_OPTIONS,
+    ONE_PROCESS_ENVIRONMENT,
+    ONE_PROCESS_OPTIONS,
+    start_vllm,
+)
 
 CHUNKS = 3
 PROMPT = prompt(7, CHUNKS * DEFAULT_CHUNK + 50)
@@ -48,9 +53,15 @@ def lmcache(tmp_path, tiny_model, kvtier_server):
 @pytest.fixture
 def engine(tmp_path, tiny_model, lmcache):
     """A ready engine on `lmcache`."""
-    options = ["--model", str(tiny_model), *CPU_ENGINE_OPTIONS, *lmcache.engine_options()]
+    options = [
+        "--model",
+        str(tiny_model),
+        *CPU_ENGINE_OPTIONS,
+        *ONE_PROCESS_OPTIONS,
+        *lmcache.engine_options(),
+    ]
     options += ["--max-model-len", str(MODEL_TOKENS), "--kv-cache-memory-bytes", str(1 << 28)]
-    environment = {**ENVIRONMENT, **lmcache.environment}
+    environment = {**ONE_PROCESS_ENVIRONMENT, **lmcache.environment}
     part = start_vllm(tmp_path, options, "vllm", environment, lmcache.python)
     OPEN.append(part)
     try:
