@@ -3,11 +3,10 @@
     python -m loadtest.neutral [--to DIR] [--trace FILE] [--prompts N]
 
 Its data set `prefix_repetition` asks prompts with a few beginnings in common, more of them than
-the engine's own cache holds. With --trace its data set `timed_trace` sends a file of timed requests
-at their times as well: JSON lines with `timestamp` in milliseconds, `input_length`, `output_length`
-and `hash_ids`, one for 512 tokens. `kvtier up` is asked first and ended, then vLLM by itself with
-the same options. DIR gets the generator's own results, a JSON file each; a table of TTFTs goes to
-stderr.
+the engine's own cache holds. With --trace its data set `timed_trace` sends requests of a recorded
+trace as well, scaled to the model and to a pace that two cores can keep: DIR gets what is sent, as
+`trace.jsonl`. `kvtier up` is asked first and ended, then vLLM by itself with the same options. DIR
+gets the generator's own results, a JSON file each; a table of TTFTs goes to stderr.
 
 NVIDIA's generator is not here: aiperf 0.13.0 installs, but asks a hub even for a tokenizer that
 lies in a folder, and downloads its own one at run time: it can't run without the network.
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import model
@@ -31,7 +30,10 @@ from .model import ModelError
 from .peers import Setup, Tiers
 from .peers.peer import MODEL_NAME, engine_options
 from .report import Row, show
-from .stack import Part, StackError, start_up, start_vllm
+from .rig import MODEL_TOKENS
+from .stack import ONE_PROCESS_ENVIRONMENT, Part, StackError, start_up, start_vllm
+from .traffic.requests import TrafficError
+from .traffic.traces import Window, shapes
 
 DEFAULT_TO = model.REPOSITORY / ".cache" / "neutral"
 PREFIXES = 12
@@ -41,7 +43,11 @@ SUFFIX_TOKENS = 128
 ANSWER_TOKENS = 16
 PROMPTS = 48
 AT_ONCE = 2
-TRACE_HASH_TOKENS = 512
+WINDOW = Window(conversations=0.01)
+"""A few conversations as a whole, so that as many requests repeat as in all of the trace."""
+TRACE_SEED = 1
+TRACE_GAP_SECONDS = 4.0
+"""Between two requests of a trace, in the mean; their times keep their proportions."""
 BENCH_SECONDS = 1800
 BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main
@@ -69,7 +75,7 @@ class Options:
     prompts: int
 
     def workloads(self) -> dict[str, list[str]]:
-        """Return options of `vllm bench serve` by name of the workload."""
+        """Return options of `vllm bench serve` by name of the workload. Raises TrafficError."""
         found = {
             "prefix_repetition": [
                 "--dataset-name", "prefix_repetition",
@@ -83,9 +89,9 @@ class Options:
         if self.trace is not None:
             found["timed_trace"] = [
                 "--dataset-name", "timed_trace",
-                "--dataset-path", str(self.trace),
-                "--timed-trace-chunk-hash-size", str(TRACE_HASH_TOKENS),
-                "--timed-trace-sec-multiplier", "0.001",
+                "--dataset-path", str(_write_trace(self.trace, self.prompts, self.to)),
+                "--timed-trace-chunk-hash-size", str(WINDOW.block),
+                "--self-timed",
             ]  # fmt: skip
         return found
 
@@ -94,14 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both systems; return 1 with a sentence if one of them can't be."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.neutral", description=__doc__)
     parser.add_argument("--to", type=Path, default=DEFAULT_TO, help="folder of the results")
-    parser.add_argument("--trace", type=Path, help="file of timed requests")
+    parser.add_argument("--trace", type=Path, help="trace that `kvtier replay` reads")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="how many are sent")
     given = parser.parse_args(arguments)
     options = Options(given.to.absolute(), given.trace, given.prompts)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         measure(options)
-    except (NeutralError, StackError, ModelError) as error:
+    except (NeutralError, StackError, ModelError, TrafficError) as error:
         print(f"neutral: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -114,13 +120,14 @@ def measure(options: Options) -> None:
     """Ask kvtier and vLLM alone, one after the other, and show their TTFTs."""
     options.to.mkdir(parents=True, exist_ok=True)
     setup = Setup(model.prepare(model.DEFAULT_FOLDER), Tiers.HOST)
-    rows: dict[str, list[Row]] = {each: [] for each in options.workloads()}
+    workloads = options.workloads()
+    rows: dict[str, list[Row]] = {each: [] for each in workloads}
     for name, start in (("kvtier", _kvtier), ("vllm", _vllm)):
         with tempfile.TemporaryDirectory(prefix="kvtier-neutral-") as work:
             part = start(Path(work), setup)
             try:
                 part.wait()
-                for workload, what in options.workloads().items():
+                for workload, what in workloads.items():
                     times = _bench(part, setup.model, options, f"{workload}-{name}", what)
                     rows[workload].append(Row(f"TTFT {name}", times, "ms", 1e3))
             finally:
@@ -130,13 +137,33 @@ def measure(options: Options) -> None:
     print(f"neutral: results are in {options.to}", file=sys.stderr)
 
 
+def _write_trace(trace: Path, prompts: int, to: Path) -> Path:
+    """Write the requests of a trace as `vllm bench serve` reads them. Raises TrafficError."""
+    found = shapes(trace, TRACE_SEED, MODEL_TOKENS, replace(WINDOW, requests=prompts))
+    pace = TRACE_GAP_SECONDS * (len(found) - 1) / (found[-1].seconds or 1.0)
+    lines = (
+        {
+            "timestamp": round(each.seconds * pace, 3),
+            "input_length": each.tokens,
+            "output_length": each.output,
+            "hash_ids": each.blocks,
+        }
+        for each in found
+    )
+    file = to / "trace.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
 def _kvtier(work: Path, setup: Setup) -> Part:
     up = ["--socket", str(work / "kvtier.sock"), "--capacity", f"{setup.host_mib}MiB"]
-    return start_up(work, up, [str(setup.model), *engine_options(setup)], "kvtier")
+    engine = [str(setup.model), *engine_options(setup)]
+    return start_up(work, up, engine, "kvtier", ONE_PROCESS_ENVIRONMENT)
 
 
 def _vllm(work: Path, setup: Setup) -> Part:
-    return start_vllm(work, ["--model", str(setup.model), *engine_options(setup)], "vllm", {})
+    engine = ["--model", str(setup.model), *engine_options(setup)]
+    return start_vllm(work, engine, "vllm", ONE_PROCESS_ENVIRONMENT)
 
 
 def _bench(

@@ -43,6 +43,7 @@ whoever measures. Without the variable vLLM goes back to two processes, whatever
 """
 
 
+NO_ENVIRONMENT: Mapping[str, str] = {}
 REDIS_MEMORY = "2gb"
 
 
@@ -147,7 +148,13 @@ def start_server(folder: Path, *options: str, name: str = "server") -> Part:
     return Part(child, f"http://{LOOPBACK}:{port}", log, "/readyz", SERVER_SECONDS, socket)
 
 
-def start_up(folder: Path, up: Sequence[str], engine: Sequence[str], name: str) -> Part:
+def start_up(
+    folder: Path,
+    up: Sequence[str],
+    engine: Sequence[str],
+    name: str,
+    environment: Mapping[str, str] = NO_ENVIRONMENT,
+) -> Part:
     """Start `kvtier up [up] -- [engine]` with its log in `folder`; the part is its vLLM.
 
     Where it starts a server, that one's blocks on disk are in `folder` too.
@@ -155,7 +162,7 @@ def start_up(folder: Path, up: Sequence[str], engine: Sequence[str], name: str) 
     port = free_port(LOOPBACK)
     command = ["-m", "kvtier", "up", "--disk", str(folder / f"{name}-blocks"), *up, "--", *engine]
     command += ["--host", LOOPBACK, "--port", str(port)]
-    own = {"KVTIER_STATE": str(folder / f"{name}-state")}
+    own = {"KVTIER_STATE": str(folder / f"{name}-state"), **environment}
     child, log = _start(f"kvtier up ({name})", command, folder / f"{name}.log", own)
     return Part(child, f"http://{LOOPBACK}:{port}", log, "/health", ENGINE_SECONDS)
 

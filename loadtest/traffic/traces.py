@@ -41,11 +41,49 @@ class Window:
     """Tokens of an answer at most; shorter ones stay as long as they were, scaled."""
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The shape of one request of a window, scaled."""
+
+    seconds: float
+    """Since the window's first request."""
+    blocks: tuple[str, ...]
+    """Names of its blocks of `Window.block` tokens, and of its rest: equal names, equal tokens."""
+    tokens: int
+    output: int
+
+
 def replay(writer: Writer, file: Path, model_tokens: int, window: Window) -> Workload:
     """Return a window of a trace, for a model of so many tokens. Blocks.
 
     Raises TrafficError if the file is no trace, ends before the window, or does not fit.
     """
+    chosen = _chosen(file, writer.seed, window)
+    name = file.name.partition(".")[0]
+    about = f"What {name} asked, {len(chosen)} requests after the first {window.first}, scaled."
+    requests = tuple(_requests(writer, chosen, model_tokens, window))
+    parameters = {"trace": file.name, **asdict(window)}
+    made = Workload(f"replay {name}", about, writer.seed, requests, parameters)
+    return made.check(model_tokens)
+
+
+def shapes(file: Path, seed: int, model_tokens: int, window: Window) -> list[Timed]:
+    """Return the shapes of the same requests, for another load generator. As `replay` otherwise."""
+    chosen = _chosen(file, seed, window)
+    began = chosen[0][1].seconds
+    found = []
+    for number, each in chosen:
+        output = _output(each, window)
+        complete = [f"block {one}" for one in _complete(each)]
+        tokens = len(complete) * window.block + _rest(each, window.block)
+        names = (*complete, f"rest of {number}")
+        seconds = max(each.seconds - began, 0.0)
+        found.append(Timed(seconds, names, min(tokens, model_tokens - output), output))
+    return found
+
+
+def _chosen(file: Path, seed: int, window: Window) -> list[tuple[int, Parsed]]:
+    """Return a window's requests with their numbers in the trace. Raises TrafficError."""
     if min(window.requests, window.block, window.output) < 1 or window.first < 0:
         raise TrafficError("A window has requests, blocks and answers of 1 at least.")
     if not 0 < window.conversations <= 1:
@@ -54,16 +92,11 @@ def replay(writer: Writer, file: Path, model_tokens: int, window: Window) -> Wor
         lines = list(read_requests(file))
     except TraceError as error:
         raise TrafficError(str(error)) from None
-    kept = islice(_kept(lines, writer.seed, window), window.first, window.first + window.requests)
+    kept = islice(_kept(lines, seed, window), window.first, window.first + window.requests)
     chosen = list(kept)
     if not chosen:
         raise TrafficError(f"{file} has no request after the first {window.first}.")
-    name = file.name.partition(".")[0]
-    about = f"What {name} asked, {len(chosen)} requests after the first {window.first}, scaled."
-    requests = tuple(_requests(writer, chosen, model_tokens, window))
-    parameters = {"trace": file.name, **asdict(window)}
-    made = Workload(f"replay {name}", about, writer.seed, requests, parameters)
-    return made.check(model_tokens)
+    return chosen
 
 
 def _kept(lines: Sequence[Parsed], seed: int, window: Window) -> Iterator[tuple[int, Parsed]]:
@@ -98,10 +131,15 @@ def _requests(
 
 def _prompt(writer: Writer, name: str, parsed: Parsed, block: int) -> tuple[int, ...]:
     """Return the blocks of a request, and a rest of its own."""
-    rest = parsed.tokens % parsed.block_tokens
     pieces = [writer.write(f"block {each}", block) for each in _complete(parsed)]
-    pieces.append(writer.write(f"rest of {name}", max(rest * block // parsed.block_tokens, 1)))
+    pieces.append(writer.write(f"rest of {name}", _rest(parsed, block)))
     return tuple(token for piece in pieces for token in piece)
+
+
+def _rest(parsed: Parsed, block: int) -> int:
+    """Return the scaled tokens behind the complete blocks, one at least."""
+    rest: int = parsed.tokens % parsed.block_tokens
+    return max(rest * block // parsed.block_tokens, 1)
 
 
 def _complete(parsed: Parsed) -> Sequence[Hashable]:

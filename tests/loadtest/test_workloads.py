@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from loadtest import neutral
+from loadtest.rig import MODEL_TOKENS
 from loadtest.traffic import texts
 from loadtest.traffic.requests import Request, TrafficError, Workload, chain
 from loadtest.traffic.texts import SeededWriter, TextWriter
-from loadtest.traffic.traces import Window, replay
+from loadtest.traffic.traces import Window, replay, shapes
 from loadtest.traffic.workloads import WORKLOADS, arriving, build
 
 SMALL = {"churn": {"cache_bytes": 400_000, "bytes_a_token": 100}}
@@ -207,6 +209,31 @@ def test_a_replay_has_the_shapes_of_the_trace_scaled_and_cut(trace):
     assert common(first, second) == 128
     assert common(first, third) == 0
     assert workload.parameters["trace"] == "mooncake.jsonl"
+
+
+def test_another_load_generator_gets_the_same_shapes(trace):
+    window = Window(requests=3, first=1, block=64, output=16)
+    requests = replay(SeededWriter(1), trace, 1024, window).requests
+    timed = shapes(trace, 1, 1024, window)
+    assert [(each.seconds, each.tokens, each.output) for each in timed] == [
+        (each.at, len(each.prompt), each.output_tokens) for each in requests
+    ]
+    first, second, third = (each.blocks for each in timed)
+    assert first[:2] == second[:2]
+    assert not {*first[2:], *second[2:]} & {*first[:2], *third}
+
+
+def test_a_trace_for_vllm_bench_keeps_its_proportions_at_a_slower_pace(
+    trace, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(neutral, "WINDOW", Window())
+    file = neutral._write_trace(trace, 100, tmp_path)
+    lines = [json.loads(each) for each in file.read_text().splitlines()]
+    seconds = [each["timestamp"] for each in lines]
+    assert seconds[-1] == neutral.TRACE_GAP_SECONDS * (len(lines) - 1)
+    kept = shapes(trace, neutral.TRACE_SEED, MODEL_TOKENS, neutral.WINDOW)
+    assert [each["input_length"] for each in lines] == [each.tokens for each in kept]
+    assert [tuple(each["hash_ids"]) for each in lines] == [each.blocks for each in kept]
 
 
 def test_answers_of_a_replay_are_scaled_as_its_prompts(trace):
