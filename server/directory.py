@@ -80,6 +80,7 @@ class Namespace:
         """What computing a block took lately; None if that is not measured yet."""
         self.changes = ChangeLog(self._pieces)
         self.orders = Orders()
+        pool.policy.follow(self)
 
     @property
     def policy(self) -> EvictionPolicy:
@@ -90,6 +91,16 @@ class Namespace:
         """Return whom a block is charged to, or None if it is not visible."""
         block = self.blocks.get(key)
         return None if block is None else block.owner
+
+    @property
+    def torn(self) -> bool:
+        """Whether visible blocks continue one that is not visible, or was not when they came."""
+        return bool(self.anchors)
+
+    def parent_of(self, key: BlockKey) -> BlockKey | None:
+        """Return the parent of a visible block, if it has one."""
+        block = self.blocks.get(key)
+        return None if block is None or block.parent is None else block.parent.key
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Record one request's use of a chain."""

@@ -55,4 +55,6 @@ async def _swap(holder: Holder, name: str, before: asyncio.Task[None] | None) ->
     except BaseException:
         holder.policy = old
         raise
+    if old.parents is not None:
+        new.follow(old.parents)
     holder.policy = new

@@ -113,7 +113,7 @@ class ARC(EvictionPolicy):
             node.which = AGAIN if node.uses > 1 else ONCE
             node.link_below(self._lists[node.which])
             self._bytes[node.which] += node.weight
-        seen = state.ghosts.items()
+        seen = list(state.ghosts.items())
         self._ghosts = (
             Ghosts(ghost for ghost in seen if ghost[1] == 1),
             Ghosts(ghost for ghost in seen if ghost[1] > 1),

@@ -15,12 +15,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 from ..core import BlockKey
+from .ghost_runs import GhostRuns
 from .ghosts import Ghosts
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+class Parents(Protocol):
+    """Who knows how the resident blocks of a tier continue each other."""
+
+    @property
+    def torn(self) -> bool:
+        """Whether the parent of any resident block is not resident."""
+
+    def parent_of(self, key: BlockKey) -> BlockKey | None:
+        """Return the parent of a resident block; None for a head, and for what is not resident."""
 
 
 class Known(NamedTuple):
@@ -44,7 +56,7 @@ class PolicyState:
 
     blocks: tuple[Known, ...]
     """Coldest first; a parent stands after its children."""
-    ghosts: Ghosts = field(default_factory=Ghosts)
+    ghosts: Ghosts | GhostRuns = field(default_factory=Ghosts)
     """Uses of blocks that are not resident any more."""
     learnt: Mapping[str, float] = field(default_factory=dict)
     """Numbers that only a policy of the same kind understands, by name."""
@@ -58,6 +70,15 @@ class EvictionPolicy(ABC):
     """
 
     name: ClassVar[str]
+    parents: Parents | None = None
+    """Whom the policy may ask; see `follow`."""
+
+    def follow(self, parents: Parents) -> None:
+        """Ask for parents from now on, so that not all have to be kept here.
+
+        They are known from before a block is taken in until it is taken out, or said to go.
+        """
+        self.parents = parents
 
     @property
     def deciding(self) -> str:

@@ -36,6 +36,13 @@ class Link:
         below.hotter.colder = self
         below.hotter = self
 
+    def move_below(self, above: Self) -> None:
+        """Leave a list, and enter one as the next colder of `above`."""
+        self.colder.hotter, self.hotter.colder = self.hotter, self.colder
+        self.hotter, self.colder = above, above.colder
+        above.colder.hotter = self
+        above.colder = self
+
     def unlink(self) -> None:
         """Leave a list. The links of this one stay, so that a walk may go on from it."""
         self.colder.hotter = self.hotter

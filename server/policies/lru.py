@@ -11,9 +11,9 @@ from itertools import chain as joined
 from typing import ClassVar
 
 from ..core import BlockKey
-from .base import EvictionPolicy, PolicyState
+from .base import EvictionPolicy, Parents, PolicyState
 from .links import MOST_USES
-from .runs import Run, Runs, chains_of, coldest_first, known_of, walk_runs
+from .runs import Run, Runs, chains_of, known_of, walk_runs
 
 
 class LRU(EvictionPolicy):
@@ -24,6 +24,11 @@ class LRU(EvictionPolicy):
     def __init__(self) -> None:
         self._runs: Runs[Run] = Runs()
         self._ring = Run([], 0, None, 0)
+
+    def follow(self, parents: Parents) -> None:
+        """Keep few blocks in the index from now on."""
+        super().follow(parents)
+        self._runs.follow(parents)
 
     def insert(self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None) -> None:
         """Take in new blocks just below their parent, or as the hottest if there is none."""
@@ -37,7 +42,6 @@ class LRU(EvictionPolicy):
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Make the chain the hottest, its head above its tail."""
-        chain = list(chain)
         above = self._ring
         at, end, run_of = 0, len(chain), self._runs.of.get
         while at < end:
@@ -51,9 +55,10 @@ class LRU(EvictionPolicy):
                 if run.uses < MOST_USES:
                     run.uses += 1
                 if above.colder is not run:
-                    run.unlink()
-                    run.link_below(above)
+                    run.move_below(above)
                 above = run
+        if above is not self._ring:
+            self._runs.ends_with(above)
 
     def remove(self, key: BlockKey) -> None:
         """Forget a resident block."""
@@ -65,7 +70,7 @@ class LRU(EvictionPolicy):
 
     def victims(self) -> Iterator[BlockKey]:
         """Yield blocks from the coldest on."""
-        return coldest_first(walk_runs(self._ring))
+        return self._runs.coldest_first(self._ring)
 
     def export(self) -> PolicyState:
         """Return the blocks in order of recency."""
@@ -82,4 +87,7 @@ class LRU(EvictionPolicy):
     @property
     def resident(self) -> Collection[BlockKey]:
         """The blocks that are there."""
-        return self._runs.of
+        return self._runs.resident()
+
+    def __len__(self) -> int:
+        return self._runs.blocks

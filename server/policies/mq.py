@@ -13,14 +13,13 @@ its parent has and is touched before it, so the list keeps children below their 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import groupby
 from typing import ClassVar, Self
 
 from ..core import BlockKey
-from .base import EvictionPolicy, Known, PolicyState, credited_uses
-from .ghosts import Ghosts
+from .base import EvictionPolicy, Known, Parents, PolicyState, credited_uses
+from .ghost_runs import GhostRuns
 from .links import MOST_USES
-from .runs import Run, Runs, chains_of, coldest_first, known_of, walk_runs
+from .runs import Run, Runs, chains_of, known_of, walk_runs
 
 QUEUES = 8
 LEVELS = [max(uses.bit_length() - 1, 0) for uses in range(MOST_USES + 1)]
@@ -45,7 +44,7 @@ class MQ(EvictionPolicy):
     def __init__(self, life: float = LIFE) -> None:
         self._runs: Runs[_Run] = Runs()
         self._queues = [_Run([], 0, None, 0) for _ in range(QUEUES)]
-        self._ghosts = Ghosts()
+        self._ghosts = GhostRuns()
         self._now = 0
         """Block accesses so far: time, as far as lives are concerned."""
         self._stamp = 0
@@ -62,49 +61,48 @@ class MQ(EvictionPolicy):
     def life(self, life: float) -> None:
         self._life = life
         self._settled_until = 0
-        self._ghosts_share = min(max(GHOSTS_A_LIFE * life, GHOSTS_AT_LEAST), GHOSTS_AT_MOST)
+        self._ghosts_share = ghosts_share(life)
+
+    def follow(self, parents: Parents) -> None:
+        """Keep few blocks in the index from now on."""
+        super().follow(parents)
+        self._runs.follow(parents)
 
     def insert(self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None) -> None:
         """Take in blocks at the hot ends of the queues of their uses, ghosts' uses included."""
-        if self._ghosts.has_none_of(keys):
-            self._insert(keys, weight, parent, 1)
-            return
-        most = MOST_USES
-        if parent is not None and (above := self._runs.of.get(parent)) is not None:
+        at, most = 0, MOST_USES
+        above = None if parent is None else self._runs.ending_with(parent)
+        if above is not None:
             most = above.uses
-        seen = self._ghosts.recall_all(keys)
-        at = 0
-        for uses, alike in groupby(seen):
-            end = at + len(list(alike))
-            most = min(uses + 1, most) if uses else 1
-            self._insert(keys[at:end], weight, parent, most)
+        for blocks, seen in self._ghosts.recall(keys):
+            end = at + blocks
+            most = min(seen + 1, most)
+            run = _Run(list(keys[at:end]), weight, parent, most)
+            above = self._insert(run, above)
             at, parent = end, keys[end - 1]
 
-    def _insert(
-        self, keys: Sequence[BlockKey], weight: int, parent: BlockKey | None, uses: int
-    ) -> None:
-        level = LEVELS[uses]
-        above = None if parent is None else self._runs.ending_with(parent)
-        self._now += len(keys)
+    def _insert(self, run: _Run, above: _Run | None) -> _Run:
+        """Take in a run below the one that it continues. Returns the one that it is now."""
+        level = LEVELS[run.uses]
+        self._now += len(run.keys)
         if self._now - self._stamp > STAMP_ACCESSES:
             self._stamp = self._now
         if above is not None and above.level <= level:
             level = above.level
-            if (above.uses, above.since, above.weight) == (uses, self._stamp, weight):
-                self._runs.extend(above, keys)
-                return
+            if (above.uses, above.since, above.weight) == (run.uses, self._stamp, run.weight):
+                self._runs.extend(above, run.keys)
+                return above
         else:
             above = self._queues[level]
-        run = _Run(list(keys), weight, parent, uses)
         run.level = level
         run.since = self._stamp
         run.link_below(above)
         self._runs.add(run)
+        return run
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Move the chain's blocks to the hot ends of their queues, heads above tails."""
         self._settle()
-        chain = list(chain)
         stamp, found = self._now, 0
         above, level = None, QUEUES
         at, end, run_of = 0, len(chain), self._runs.of.get
@@ -126,40 +124,43 @@ class MQ(EvictionPolicy):
                 level = LEVELS[uses]
                 above = self._queues[level]
             if above.colder is not run:
-                run.unlink()
-                run.link_below(above)
+                run.move_below(above)
             run.level = level
             above = run
+        if above is not None:
+            self._runs.ends_with(above)
         self._now += found
         self._stamp = stamp
 
     def remove(self, key: BlockKey) -> None:
         """Forget a resident block."""
         self._runs.remove(key)
+        self._ghosts.tear()
 
     def evict(self, key: BlockKey) -> None:
         """Take out a block and remember its uses."""
-        most = int(self._ghosts_share * len(self._runs.of))
+        most = int(self._ghosts_share * self._runs.blocks)
         run = self._runs.remove(key)
-        self._ghosts.remember(key, run.uses, most)
+        self._ghosts.remember([key], run.uses, run.end())
+        self._ghosts.trim(most)
 
     def make_room(self, count: int, goes: Callable[[BlockKey], bool]) -> int:
         """Evict up to `count` blocks that may go, coldest first. Returns how many."""
         self._settle()
         left = count
         for queue in self._queues:
-            for gone, uses in self._runs.make_room(queue, left, goes) if left else ():
+            for gone, run in self._runs.make_room(queue, left, goes) if left else ():
                 left -= len(gone)
-                self._ghosts.remember_all(gone, uses)
+                self._ghosts.remember(gone, run.uses, run.end())
         if left < count:  # As many as if the last one had gone by itself.
-            self._ghosts.trim(int(self._ghosts_share * (len(self._runs.of) + 1)))
+            self._ghosts.trim(int(self._ghosts_share * (self._runs.blocks + 1)))
         return count - left
 
     def victims(self) -> Iterator[BlockKey]:
         """Yield blocks from the lowest queue's coldest on."""
         self._settle()
         for queue in self._queues:
-            yield from coldest_first(walk_runs(queue))
+            yield from self._runs.coldest_first(queue)
 
     def export(self) -> PolicyState:
         """Return the blocks in order, with their uses, the ghosts, and what makes up the queues."""
@@ -188,12 +189,16 @@ class MQ(EvictionPolicy):
             self._runs.add(run)
         for level, length in enumerate(lengths):
             self._age(level, length, int(state.learnt.get(f"idle {level}", 0)))
-        self._ghosts = state.ghosts.copy()
+        ghosts = state.ghosts
+        self._ghosts = ghosts.copy() if isinstance(ghosts, GhostRuns) else GhostRuns(ghosts.items())
 
     @property
     def resident(self) -> Collection[BlockKey]:
         """The blocks that are there."""
-        return self._runs.of
+        return self._runs.resident()
+
+    def __len__(self) -> int:
+        return self._runs.blocks
 
     def _age(self, level: int, length: int, idle: int) -> None:
         """Let the coldest run of a queue have been idle for `idle` accesses, and others less."""
@@ -206,7 +211,7 @@ class MQ(EvictionPolicy):
         """Move blocks that were idle for longer than their life down one queue."""
         if self._now < self._settled_until:
             return
-        life = self._life * len(self._runs.of)
+        life = self._life * self._runs.blocks
         self._settled_until = self._now + int(life) // SETTLED_A_LIFE
         oldest = self._now - life
         for level in range(1, QUEUES):
@@ -215,10 +220,14 @@ class MQ(EvictionPolicy):
                 run = queue.hotter
                 if run is queue or run.since >= oldest:
                     break
-                run.unlink()
-                run.link_below(self._queues[level - 1])
+                run.move_below(self._queues[level - 1])
                 run.level = level - 1
                 run.since = self._now
+
+
+def ghosts_share(life: float) -> float:
+    """Return how many ghosts are kept with a life, as a multiple of the resident blocks."""
+    return min(max(GHOSTS_A_LIFE * life, GHOSTS_AT_LEAST), GHOSTS_AT_MOST)
 
 
 class _Run(Run):

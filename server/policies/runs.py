@@ -7,22 +7,28 @@ hotter than the tail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain as joined
+from itertools import islice, takewhile
 from typing import Generic, Self, TypeVar
 
 from ..core import BlockKey
-from .base import Known
+from .base import Known, Parents
 from .links import Link
+
+INDEX_STEP = 16
+"""One block of a run in this many is in the index, where parents are known."""
+ENDS_AT_MOST = 64
+"""Runs of which it is remembered where they end: it is there that blocks come and go."""
 
 
 class Run(Link):
     """Blocks of one weight each, the head first, or a list's sentinel.
 
-    `parent` is of the first one.
+    `parent` is of the first one. One block in `step`, from the first one on, is in the index.
     """
 
-    __slots__ = ("keys", "parent", "uses", "weight")
+    __slots__ = ("keys", "parent", "step", "uses", "weight")
 
     def __init__(
         self, keys: list[BlockKey], weight: int, parent: BlockKey | None, uses: int
@@ -32,43 +38,93 @@ class Run(Link):
         self.weight = weight
         self.parent = parent
         self.uses = uses
+        self.step = 1
 
     def cut(self, at: int) -> Self:
         """Give up the blocks from `at` on. Returns them as a run right below this one."""
         other = type(self)(self.keys[at:], self.weight, self.keys[at - 1], self.uses)
+        other.step = self.step
         del self.keys[at:]
         other.link_below(self)
         return other
+
+    def end(self) -> BlockKey | None:
+        """Return the last block, or what the first one continued if none is left."""
+        return self.keys[-1] if self.keys else self.parent
 
 
 R = TypeVar("R", bound=Run)
 
 
 class Runs(Generic[R]):
-    """All runs of a policy, by block. Every operation is O(1) a block that it moves or compares."""
+    """All runs of a policy, by block. Every operation is O(1) a block that it moves or compares.
+
+    Who asks for a whole chain finds each run by its first block. Where parents are known, most
+    blocks are not in the index: one is found by going up its chain, `INDEX_STEP` blocks at most.
+    """
 
     def __init__(self) -> None:
         self.of: dict[BlockKey, R] = {}
-        """The run of each resident block."""
+        """The run of the first block of each run, and of others."""
+        self.blocks = 0
+        self._parents: Parents | None = None
+        self._ends: dict[BlockKey, R] = {}
+
+    def follow(self, parents: Parents) -> None:
+        """Keep few of the blocks in the index that come from now on."""
+        self._parents = parents
+
+    def find(self, key: BlockKey) -> R | None:
+        """Return the run of a block, or None if it is not resident."""
+        run = self.of.get(key)
+        if run is not None or self._parents is None:
+            return run
+        run = self._ends.get(key)
+        if run is not None and run.keys and run.keys[-1] == key:
+            return run
+        above = key
+        for _ in range(1, INDEX_STEP):
+            parent = self._parents.parent_of(above)
+            if parent is None:
+                break
+            if (run := self.of.get(parent)) is not None:
+                return run if key in run.keys else None
+            above = parent
+        return None
+
+    def resident(self) -> Collection[BlockKey]:
+        """Return a live view of all blocks."""
+        return self.of if self._parents is None else _Resident(self)
+
+    def ends_with(self, run: R) -> None:
+        """Remember the run of a block that is asked for soon, its last one."""
+        if self._parents is not None:
+            if len(self._ends) >= ENDS_AT_MOST:
+                self._ends.clear()
+            self._ends[run.keys[-1]] = run
 
     def add(self, run: R) -> None:
         """Take in the blocks of a run."""
-        self.of.update(dict.fromkeys(run.keys, run))
+        run.step = 1 if self._parents is None else INDEX_STEP
+        self.blocks += len(run.keys)
+        self._index(run, run.keys)
 
     def extend(self, run: R, keys: Sequence[BlockKey]) -> None:
         """Take in blocks that follow a run's last one, as a part of it."""
+        first = -len(run.keys) % run.step
         run.keys += keys
-        self.of.update(dict.fromkeys(keys, run))
+        self.blocks += len(keys)
+        self._index(run, keys[first:])
 
-    def cut_out(self, run: R, chain: list[BlockKey], at: int) -> R:
+    def cut_out(self, run: R, chain: Sequence[BlockKey], at: int) -> R:
         """Return the run that begins with `chain[at]`, which is in `run`, and is all in the chain.
 
         What `run` has before it or what the chain does not go on with becomes a run of its own.
         """
-        first = chain[at]
-        if run.keys[0] != first:
-            run = self._cut(run, run.keys.index(first))
         keys = run.keys
+        if keys[0] != chain[at]:
+            run = self._cut(run, keys.index(chain[at]))
+            keys = run.keys
         last = at + len(keys) - 1
         # A key says what all before it are.
         if last >= len(chain) or chain[last] != keys[-1]:
@@ -76,11 +132,13 @@ class Runs(Generic[R]):
             self._cut(run, next((same for same, (a, b) in pairs if a != b), len(chain) - at))
         return run
 
-    def next_resident(self, chain: list[BlockKey], at: int) -> int:
+    def next_resident(self, chain: Sequence[BlockKey], at: int) -> int:
         """Return where the next resident block after `chain[at]` is, which is none; or the end."""
+        if self._parents is not None and not self._parents.torn:
+            return len(chain)
         at += 1
         if at < len(chain) and chain[at] not in self.of:
-            # Behind a gap there is mostly nothing.
+            # Behind a gap there is mostly nothing; what is there begins a run.
             if self.of.keys().isdisjoint(chain[at:]):
                 return len(chain)
             while chain[at] not in self.of:
@@ -89,66 +147,97 @@ class Runs(Generic[R]):
 
     def ending_with(self, key: BlockKey) -> R | None:
         """Return the run whose last block this is, if it is resident."""
-        run = self.of.get(key)
+        run = self.find(key)
         if run is not None and run.keys[-1] != key:
             self._cut(run, run.keys.index(key) + 1)
         return run
 
     def remove(self, key: BlockKey) -> R:
         """Forget a resident block. Returns its run, which leaves its list if nothing is left."""
-        run = self.of.pop(key)
-        if run.keys[-1] != key:
-            self._cut(run, run.keys.index(key) + 1)
-        run.keys.pop()
-        if not run.keys:
-            run.unlink()
+        run = self.find(key)
+        assert run is not None, "what is removed is resident"
+        self._take(run, key)
         return run
 
     def make_room(
         self, ring: R, count: int, goes: Callable[[BlockKey], bool]
-    ) -> Iterator[tuple[list[BlockKey], int]]:
+    ) -> Iterator[tuple[list[BlockKey], R]]:
         """Take out up to `count` blocks that go of a list, coldest first.
 
-        Yields what went of each run, in the order in which it went, and its uses.
+        Yields what went in a row, the tail first, and the run that it was the end of.
         """
-        of = self.of
         for run in walk_runs(ring):
             keys = run.keys
-            before = at = len(keys)
-            least = max(before - count, 0)
-            while at > least and goes(keys[at - 1]):
-                at -= 1
-            gone = keys[at:][::-1]
-            del keys[at:]
-            for key in gone:
-                del of[key]
-            if at > least:
-                gone += self._pick(run, at - 1, count - len(gone), goes)
-            if not keys:
-                run.unlink()
+            least = max(len(keys) - count, 0)
+            gone = list(takewhile(goes, reversed(keys[least:])))
+            stays = len(keys) - len(gone)
             if gone:
+                self._drop_tail(run, stays)
                 count -= len(gone)
-                yield gone, run.uses
+                yield gone, run
+            for key in reversed(keys[: stays - 1]) if stays > least else ():
                 if not count:
-                    return
+                    break
+                if goes(key):
+                    count -= 1
+                    self._take(run, key)
+                    yield [key], run
+            if not count:
+                return
 
-    def _pick(
-        self, run: R, end: int, count: int, goes: Callable[[BlockKey], bool]
-    ) -> list[BlockKey]:
-        """Take out what goes of a run before its block at `end`, which stays."""
-        gone: list[BlockKey] = []
-        for key in reversed(run.keys[:end]):
-            if len(gone) == count:
-                break
-            if goes(key):
-                self.remove(key)
-                gone.append(key)
-        return gone
+    def coldest_first(self, ring: R) -> Iterator[BlockKey]:
+        """Yield the blocks of a list, tails first. The one just yielded may be removed."""
+        for run in walk_runs(ring):
+            keys = run.keys
+            for at in range(len(keys) - 1, -1, -1):
+                if at == len(keys) - 1:
+                    self.ends_with(run)
+                yield keys[at]
+
+    def _index(self, run: R, keys: Sequence[BlockKey]) -> None:
+        """Put one block in a run's `step` into the index, the first one included."""
+        self.of.update(dict.fromkeys(keys[:: run.step], run))
+
+    def _take(self, run: R, key: BlockKey) -> None:
+        """Take a block out of its run."""
+        if run.keys[-1] != key:
+            self._cut(run, run.keys.index(key) + 1)
+        self._drop_tail(run, len(run.keys) - 1)
+
+    def _drop_tail(self, run: R, stays: int) -> None:
+        """Forget what a run has behind its first blocks, of which so many stay."""
+        keys = run.keys
+        self.blocks -= len(keys) - stays
+        for key in keys[stays + -stays % run.step :: run.step]:
+            del self.of[key]
+        del keys[stays:]
+        if not keys:
+            run.unlink()
 
     def _cut(self, run: R, at: int) -> R:
         other = run.cut(at)
-        self.add(other)
+        if run.step > 1:
+            for key in other.keys[-at % run.step :: run.step]:
+                del self.of[key]
+        self._index(other, other.keys)
         return other
+
+
+class _Resident(Collection[BlockKey]):
+    """The blocks of runs of which not all are in the index."""
+
+    def __init__(self, runs: Runs[R]) -> None:
+        self._runs = runs
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and self._runs.find(key) is not None
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        runs = {id(run): run for run in self._runs.of.values()}
+        return joined.from_iterable(run.keys for run in runs.values())
+
+    def __len__(self) -> int:
+        return self._runs.blocks
 
 
 def walk_runs(ring: R) -> Iterator[R]:
@@ -158,14 +247,6 @@ def walk_runs(ring: R) -> Iterator[R]:
         hotter = run.hotter
         yield run
         run = hotter
-
-
-def coldest_first(runs: Iterable[R]) -> Iterator[BlockKey]:
-    """Yield the blocks of runs, tails first. The one just yielded may be removed."""
-    for run in runs:
-        keys = run.keys
-        for at in range(len(keys) - 1, -1, -1):
-            yield keys[at]
 
 
 def known_of(run: Run) -> list[Known]:

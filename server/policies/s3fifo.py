@@ -111,7 +111,7 @@ class S3FIFO(EvictionPolicy):
             node.rounds = min(max(node.uses - 2, 0), ROUNDS)
             node.link_below(self._queues[node.queue])
             self._bytes[node.queue] += node.weight
-        self._ghosts = state.ghosts.copy()
+        self._ghosts = Ghosts(state.ghosts.items())
 
     @property
     def resident(self) -> Collection[BlockKey]:

@@ -103,7 +103,7 @@ class SLRU(EvictionPolicy):
             node.link_below(self._protected if node.protected else self._probation)
             self._bytes += node.weight
             self._protected_bytes += node.weight if node.protected else 0
-        self._ghosts = state.ghosts.copy()
+        self._ghosts = Ghosts(state.ghosts.items())
 
     @property
     def resident(self) -> Collection[BlockKey]:

@@ -73,6 +73,13 @@ class Tier:
         assert not self.children(key), "a parent never goes before its resident children"
         del self.parents[key]
 
+    @property
+    def torn(self):
+        return any(parent not in self.parents for parent in self.parents.values() if parent)
+
+    def parent_of(self, key):
+        return self.parents.get(key)
+
     def children(self, key):
         return [child for child, parent in self.parents.items() if parent == key]
 
@@ -105,6 +112,14 @@ def long_history(seed, steps=300):
         what = random.randint(1, 8) if kind == "evict" else path
         history.append((kind, what, random.randint(0, 3)))
     return history
+
+
+class TierThatKnowsParents(Tier):
+    """The same, but its policy may ask it for parents."""
+
+    def __init__(self, policy):
+        super().__init__(policy)
+        policy.follow(self)
 
 
 class TierAtOnce(Tier):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from itertools import count
+from random import Random
 
+import pytest
 from kvtier.policies import POLICIES
-from kvtier.policies.auto import FIRST_LIFE, LIVES, PERIOD, STEP
+from kvtier.policies.auto import FIRST_LIFE, LIVES, PERIOD, SHADOW_BLOCKS, STEP
+from kvtier.policies.mq import MQ
+from kvtier.policies.shadow import SLACK_SHARE, Shadow
 
 ROOM = 512
 LENGTH = 16
@@ -59,7 +63,7 @@ def test_the_shadows_hold_an_eighth_of_the_blocks():
     for _ in range(PERIOD):
         served.request(next(fresh))
     for shadow in served.policy._shadows:
-        assert len(shadow.mq) == ROOM // STEP
+        assert len(shadow) == ROOM // STEP
 
 
 def test_nothing_is_chosen_before_there_were_hits():
@@ -77,3 +81,39 @@ def test_a_successor_goes_on_with_the_life_that_was_found():
     successor.adopt(served.policy.export())
     assert successor.life == max(LIVES)
     assert len(successor) == len(served.policy)
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_a_shadow_hits_about_what_mq_would_hit(life):
+    random = Random(1)
+    shadow, mq, hits = Shadow(life), MQ(life), 0
+    for _ in range(4000):
+        number = min(int(random.expovariate(1 / 60)), 400)
+        chain = [(number * LENGTH + at).to_bytes(8, "big") for at in range(random.randint(1, 4))]
+        shadow.serve([chain], 200)
+        found = mq.leading(chain)
+        hits += found
+        mq.touch(chain)
+        mq.fill(chain, found, 1)
+        mq.make_room(max(len(mq) - 200, 0), lambda key, kept=chain[:found]: key not in kept)
+    assert shadow.hits == pytest.approx(hits, rel=0.03)
+    assert len(shadow) == pytest.approx(200, abs=200 // SLACK_SHARE)
+
+
+def test_shadows_of_large_tiers_see_a_small_part_of_some_chains():
+    policy = POLICIES["auto"]()
+    fresh, stored = once(), 0
+    while stored < 65_536:
+        first = next(fresh) * LENGTH
+        keys = [(first + at).to_bytes(8, "big") for at in range(LENGTH)]
+        policy.touch(keys)
+        policy.insert(keys, 1, None)
+        stored += LENGTH
+    for _ in range(2 * PERIOD):
+        policy.make_room(LENGTH, lambda _: True)
+        first = next(fresh) * LENGTH
+        keys = [(first + at).to_bytes(8, "big") for at in range(LENGTH)]
+        policy.touch(keys)
+        policy.insert(keys, 1, None)
+    for shadow in policy._shadows:
+        assert len(shadow) <= 2 * SHADOW_BLOCKS

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtier.policies import POLICIES, Ghosts
-from requests_of_chains import HISTORIES, Tier, TierAtOnce, chain_of, key_of
+from requests_of_chains import (
+    HISTORIES,
+    Tier,
+    TierAtOnce,
+    TierThatKnowsParents,
+    chain_of,
+    key_of,
+)
 
 EVERY = pytest.mark.parametrize("name", POLICIES)
 WITH_GHOSTS = ("auto", "mq", "slru", "arc", "s3fifo")
@@ -24,7 +31,7 @@ def filled(name, *paths):
 @settings(max_examples=25, deadline=None)
 @given(history=HISTORIES)
 def test_a_chain_always_loses_its_tail_first(name, history):
-    tier = Tier(POLICIES[name]())
+    tier = TierThatKnowsParents(POLICIES[name]())
     for step in history:
         tier.run(step)
         tier.check_integrity()

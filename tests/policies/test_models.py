@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from kvtier.policies import POLICIES
 from models import FIFOModel, GDSFModel, LRUModel, MQModel, SLRUModel
 from models_with_parking import ARCModel, S3FIFOModel
-from requests_of_chains import HISTORIES, Tier, chain_of, key_of, long_history
+from requests_of_chains import HISTORIES, Tier, TierThatKnowsParents, chain_of, key_of, long_history
 
 MODELS = {
     "lru": LRUModel,
@@ -45,10 +45,11 @@ def test_it_evicts_what_a_plain_model_evicts(name, history):
 @pytest.mark.parametrize("name", MODELS)
 def test_it_does_so_over_a_long_time(name, seed):
     check(name, long_history(seed))
+    check(name, long_history(seed), TierThatKnowsParents)
 
 
-def check(name, history):
-    tier, model = Tier(POLICIES[name]()), MODELS[name]()
+def check(name, history, kind=Tier):
+    tier, model = kind(POLICIES[name]()), MODELS[name]()
     if name == "arc":
         # In a walk that passes blocks over, ARC may name a parent one round later.
         history = [(kind, what, 0) for kind, what, _ in history]
