@@ -126,12 +126,16 @@ class GhostRuns:
             run = run.hotter
 
     def _append(self, run: _GhostRun) -> None:
-        """Take in the newest run. One with the same head was missed: it goes."""
+        """Take in the newest run."""
+        self._find_by_head(run)
+        run.link_below(self._ring)
+        self._blocks += len(run.names)
+
+    def _find_by_head(self, run: _GhostRun) -> None:
+        """Let a run be found. Another one with the same head, which was missed before, goes."""
         if (missed := self._runs.get(run.names[-1])) is not None:
             self._take(missed)
         self._runs[run.names[-1]] = run
-        run.link_below(self._ring)
-        self._blocks += len(run.names)
 
     def _take(self, run: _GhostRun) -> None:
         del self._runs[run.names[-1]]
@@ -145,7 +149,7 @@ class GhostRuns:
         del run.names[-same:]
         self._blocks -= same
         if run.names:
-            self._runs[run.names[-1]] = run
+            self._find_by_head(run)
         else:
             run.unlink()
         return same

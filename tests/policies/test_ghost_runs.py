@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kvtier.policies.ghost_runs import GhostRuns
 from kvtier.policies.ghosts import name_of
 from support import chain
@@ -80,3 +82,44 @@ def test_a_copy_is_independent():
     ghosts.recall(KEYS)
     assert len(copy) == 8
     assert copy.recall(KEYS) == [(8, 3)]
+
+
+def test_a_ghost_that_was_missed_and_left_again_is_found_in_one_place():
+    ghosts = remembered((0, 3))
+    ghosts.remember([KEYS[1]], 5, KEYS[0])  # It had come back although its parent had not.
+    assert ghosts.recall([KEYS[0], *chain("other", 1)]) == [(1, 3), (1, 0)]
+    assert names(ghosts) == [name_of(KEYS[2]), name_of(KEYS[1])]
+    ghosts.trim(0)
+    assert len(ghosts) == 0
+
+
+BRANCHES = (KEYS, [*KEYS[:3], *chain("branch", 5)], chain("else", 8))
+STEPS = st.tuples(
+    st.sampled_from(["remember", "recall", "trim", "tear", "copy"]),
+    st.sampled_from(BRANCHES),
+    st.integers(0, 7),
+    st.integers(1, 8),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STEPS, max_size=60))
+def test_whatever_leaves_and_comes_back_each_run_is_found_by_its_head(steps):
+    ghosts = GhostRuns()
+    for step, branch, begin, blocks in steps:
+        part = branch[begin : begin + blocks]
+        match step:
+            case "remember":
+                ghosts.remember(part[::-1], blocks, branch[begin - 1] if begin else None)
+            case "recall":
+                assert sum(count for count, _ in ghosts.recall(part)) == len(part)
+            case "trim":
+                ghosts.trim(begin)
+            case "tear":
+                ghosts.tear()
+            case "copy":
+                ghosts = ghosts.copy()
+        heads = [run.names[-1] for run in ghosts._walk()]
+        assert heads == [name for name in heads if ghosts._runs[name].names[-1] == name]
+        assert len(heads) == len(set(heads)) == len(ghosts._runs)
+        assert len(ghosts) == len(names(ghosts))
