@@ -46,8 +46,9 @@ AT_ONCE = 2
 WINDOW = Window(conversations=0.01)
 """A few conversations as a whole, so that as many requests repeat as in all of the trace."""
 TRACE_SEED = 1
-TRACE_GAP_SECONDS = 4.0
-"""Between two requests of a trace, in the mean; their times keep their proportions."""
+TRACE_GAP_SECONDS = 8.0
+"""Between two requests of a trace, in the mean; their times keep their proportions. Two cores take
+six for the 1,500 tokens of a mean prompt."""
 BENCH_SECONDS = 1800
 BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main

@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from . import __version__
 from .access import Access, access_options
 from .config import Settings
-from .core import NamespaceReading, SessionReading, TenantReading, TierReading
 from .hierarchy import Hierarchy
 from .metrics import Metrics
 from .problems import problem, problems
@@ -30,6 +29,7 @@ from .routes_blocks import block_router
 from .sections import not_one_of
 from .sizes import shown
 from .stats import Stats, read_stats
+from .tier_readings import NamespaceReading, SessionReading, TenantReading, TierReading
 
 NAME_AT_MOST = 64
 """Characters of a name in a path."""

@@ -23,7 +23,7 @@ from .policies import EvictionPolicy
 from .prefetch import Prefetches
 from .promotion import Promotions
 from .recording import Recorder
-from .sessions import Engine, Limbo, Session
+from .sessions import Limbo, Roster, Session
 from .tenants import Asked, Tenants
 from .tiers.host import HostTier
 from .waiting import Answer, Ready, Timer, Use
@@ -51,7 +51,7 @@ class Hierarchy:
         self.lowers = lowers
         self.directory = Directory()
         self.accounts = self.directory.accounts
-        self.engines: dict[str, Engine] = {}
+        self.roster = Roster()
         self.metrics = metrics
         self.clock = clock
         self.demand = Demand()
@@ -71,7 +71,6 @@ class Hierarchy:
         self.tenants = Tenants(self.accounts)
         metrics.add_tenants(self.tenants.readings)
         self.stores = dict.fromkeys(StoreOutcome, 0)
-        self._sessions_opened = 0
         self._late: Use | None = None
 
     # Sessions.
@@ -80,33 +79,16 @@ class Hierarchy:
         self, role: Role, engine: str, rank: int, pid: int, manifest: Manifest
     ) -> Session:
         """Begin a session in the manifest's namespace. Raises HelloRefused."""
-        space = self._namespace(manifest)
-        if (home := self.engines.get(engine)) is None:
-            home = self.engines[engine] = Engine(engine, released=self._sessions_opened)
-        self._sessions_opened += 1
-        session = Session(self._sessions_opened, role, home, rank, pid, space, self.clock())
-        home.sessions[session.number] = session
-        space.sessions += 1
-        return session
+        return self.roster.open(role, engine, rank, pid, self._namespace(manifest), self.clock())
 
     def close_session(self, session: Session) -> None:
         """End a session: its leases and reservations end, or wait in limbo for its workers."""
         self.promotions.forget_session(session)
-        engine = session.engine
-        del engine.sessions[session.number]
-        session.space.sessions -= 1
-        leased = [block for blocks in session.leases.values() for block in blocks]
-        if leased or session.reserved:
-            engine.limbo.append(Limbo(session.number, session.space, leased, session.reserved))
-        session.leases, session.reserved = {}, set()
-        if not any(other.role is Role.WORKER for other in engine.sessions.values()):
-            self._leave_limbo(engine, before=self._sessions_opened + 1)
-        if not engine.sessions:
-            del self.engines[engine.name]
+        self._free(self.roster.close(session))
 
     def settle(self, session: Session) -> None:
         """No worker copies for earlier sessions of this engine any more: free what they held."""
-        self._leave_limbo(session.engine, before=session.number)
+        self._free(session.engine.past(session.number))
 
     # The life of a block.
 
@@ -258,7 +240,7 @@ class Hierarchy:
                 self._count_store(StoreOutcome.NO_SLOT, need - len(granted))
                 break
             granted.append(slot)
-        held = sum(len(one.reserved) for one in self.all_sessions() if one.space is space)
+        held = sum(len(one.reserved) for one in self.roster if one.space is space)
         most = (pool.total + self.host.growable(pool)) // STOCK_SHARE
         room = min(stock - len(session.reserved), most - held) - len(granted)
         for _ in range(min(room, self.evictor.spare(pool))):
@@ -332,8 +314,7 @@ class Hierarchy:
 
     def count(self, session: Session, asked: Asked) -> None:
         """Count the blocks that prompts could have reused, and those that each tier served."""
-        tally = self.tenants.tally(asked.tenant)
-        added = tally.count(asked, session.space.manifest.block_tokens)
+        added = self.tenants.tally(asked.tenant).count(asked, session.space.manifest.block_tokens)
         for tier, (asked_here, hit_here) in added.items():
             self.metrics.tokens_asked.labels(tier).inc(asked_here)
             self.metrics.tokens_hit.labels(tier).inc(hit_here)
@@ -388,14 +369,12 @@ class Hierarchy:
             self.demand.stored(block.key, parent)
         return block
 
-    def _leave_limbo(self, engine: Engine, before: int) -> None:
-        for lost in engine.limbo:
-            if lost.session < before:
-                self.evictor.unlease(lost.space, lost.leased)
-                for slot in lost.reserved:
-                    self.host.give_back(lost.space.pool, slot)
-                engine.released = max(engine.released, lost.session)
-        engine.limbo = [lost for lost in engine.limbo if lost.session >= before]
+    def _free(self, gone: Iterable[Limbo]) -> None:
+        """End the leases and reservations of sessions that nobody copies for any more."""
+        for lost in gone:
+            self.evictor.unlease(lost.space, lost.leased)
+            for slot in lost.reserved:
+                self.host.give_back(lost.space.pool, slot)
 
     def _namespace(self, manifest: Manifest) -> Namespace:
         digest = manifest.digest()
@@ -408,17 +387,9 @@ class Hierarchy:
     def held_slots(self, space: Namespace) -> list[int]:
         """Return the slots of a namespace that are not free, each once. O(blocks)."""
         held = [block.slot for block in (*space.blocks.values(), *space.doomed)]
-        for session in self.all_sessions():
-            held += session.reserved if session.space is space else ()
-        for engine in self.engines.values():
-            for lost in engine.limbo:
-                held += lost.reserved if lost.space is space else ()
+        held += self.roster.reserved(space)
         held += [one.slot for one in self.promotions.incoming if one.space is space]
         return held
-
-    def all_sessions(self) -> list[Session]:
-        """Return the open sessions of all engines."""
-        return [session for engine in self.engines.values() for session in engine.sessions.values()]
 
     def _count_store(self, outcome: StoreOutcome, blocks: int = 1) -> None:
         self.stores[outcome] += blocks

@@ -88,7 +88,7 @@ def _check_pins(hierarchy: Hierarchy) -> None:
 
 def _check_leases(hierarchy: Hierarchy, space: Namespace) -> None:
     held: Counter[Block] = Counter()
-    for engine in hierarchy.engines.values():
+    for engine in hierarchy.roster.engines.values():
         for session in engine.sessions.values():
             if session.space is space:
                 for blocks in session.leases.values():

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from .accounts import Account
 from .admission import Throttle
@@ -23,13 +23,12 @@ from .lower_room import Room, by_namespace
 from .measures import Measures
 from .metrics import Metrics
 from .policies import POLICIES
-from .records import Record, RecordIndex
+from .records import B, Record, RecordIndex
 from .tiers.base import RecordStore, Space, Written
 from .tiers.compression import Coded
 from .tiers.pool import Job, Pool, Steps, Urgency
 
 T = TypeVar("T")
-B = TypeVar("B", bound="Keyed")
 
 log = logging.getLogger("kvtier.lower")
 
@@ -37,14 +36,6 @@ FULL_SHARE = 64
 """Of what it holds, a tier on a full medium gives up 1 ÷ this before it writes again."""
 FORGOTTEN_AT_ONCE = 1000
 """Records of a namespace that is reset which leave the index in one turn of the loop."""
-
-
-class Keyed(Protocol):
-    """What has a block's key."""
-
-    @property
-    def key(self) -> BlockKey:
-        """The key."""
 
 
 class LowerTier:
@@ -115,10 +106,7 @@ class LowerTier:
 
     def lacking(self, space: Space, blocks: Sequence[B]) -> list[B]:
         """Return the blocks that the index has not got; none while it can't be used."""
-        if not self._usable(space):
-            return []
-        has = self.index.has
-        return [block for block in blocks if not has(space.digest, block.key)]
+        return self.index.lacking(space.digest, blocks) if self._usable(space) else []
 
     def askable(self, space: Space) -> bool:
         """Return whether the medium must be asked for what the index does not know."""
@@ -228,7 +216,7 @@ class LowerTier:
         size = len(payload) + PAGE_BYTES
         short = self.used_bytes + self._reserved + size - self.options.capacity_bytes
         victims = by_namespace([*gone, *self.room.evict(short)])
-        self._begin_write(space, size, owner)
+        self._count_write(space, size, owner, 1)
         codec = self.measures.coding.choose(self.measures.speed.bandwidth)
 
         def work() -> Written:
@@ -237,7 +225,7 @@ class LowerTier:
             return self.store.write(space, key, parent, payload, codec)
 
         def ended(job: Job[Written]) -> None:
-            self._end_write(space, size, owner)
+            self._count_write(space, size, owner, -1)
             self.measures.wrote(job)
             down = isinstance(job.error, LeftAlone)
             outcome = WriteOutcome.DOWN if down else WriteOutcome.FAILED
@@ -335,17 +323,12 @@ class LowerTier:
         way = self.room.admit(owner, payload_bytes + PAGE_BYTES, above)
         return (None if way.fits else WriteOutcome.QUOTA), way.gone
 
-    def _begin_write(self, space: Space, size: int, owner: Account) -> None:
-        self._reserved += size
-        owner.promised[self.tier] += size
-        self._busy[space.digest] += 1
-        self.queued_write_bytes += size
-
-    def _end_write(self, space: Space, size: int, owner: Account) -> None:
-        self._reserved -= size
-        owner.promised[self.tier] -= size
-        self._busy[space.digest] -= 1
-        self.queued_write_bytes -= size
+    def _count_write(self, space: Space, size: int, owner: Account, writes: int) -> None:
+        """Take note of writes of `size` bytes that begin, or end if `writes` is below 0."""
+        self._reserved += writes * size
+        owner.promised[self.tier] += writes * size
+        self._busy[space.digest] += writes
+        self.queued_write_bytes += writes * size
 
     def _wrote(
         self, space: Space, key: BlockKey, parent: BlockKey, owner: Account, written: Written

@@ -19,12 +19,10 @@ from .core import (
     EvictReason,
     Fault,
     PromoteOutcome,
-    QuotaReading,
     ReadOutcome,
     Role,
     SlotState,
     StoreOutcome,
-    TenantReading,
     Tier,
     WaitOutcome,
     WriteOutcome,
@@ -32,6 +30,7 @@ from .core import (
 from .http_section import Refusal
 from .policies import POLICIES
 from .tenant_metrics import QuotaStates, TenantTotals
+from .tier_readings import QuotaReading, TenantReading
 
 LATENCY_BUCKETS = (
     50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 1.0, 5.0,

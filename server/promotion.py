@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from .accounts import NOBODY, Account
@@ -21,8 +21,8 @@ from .lower import LowerTier
 from .metrics import Metrics
 from .sessions import Session
 from .tiers.pool import Urgency
-from .waiting import Answer, Incoming, PromotionOptions, Source, Timer, Waiting, stretches
-from .worth import LoadMode, judge
+from .waiting import Answer, Incoming, PromotionOptions, Source, Timer, Waiting
+from .worth import LoadMode
 
 READS_AT_ONCE = 8
 """Reads that one lookup begins in one turn of the loop, so that it is not held for long."""
@@ -200,7 +200,7 @@ class Promotions:
         lower = next((one for one in self._lowers if one.askable(space.records)), None)
         if lower is None:
             return
-        block = self._block_seconds(waiting.session)
+        block = self.options.block_seconds(waiting.session)
         if block is not None and left * block <= (lower.measures.speed.latency or 0.0):
             return
         waiting.asking = True
@@ -223,7 +223,7 @@ class Promotions:
 
     def _take(self, waiting: Waiting, sources: Sequence[Source]) -> None:
         """Await the blocks that are worth it, from `waiting.end` on."""
-        worth = self._worth(waiting, sources)
+        worth = self.options.worth(waiting.session, sources, self._metrics)
         waiting.cut = waiting.cut or worth < len(sources)
         for at, source in enumerate(sources[:worth], waiting.end):
             if isinstance(source, Block):  # First of all, so that none of them makes room.
@@ -294,24 +294,6 @@ class Promotions:
         block.leases += 1
         waiting.blocks[at] = block
         waiting.session.leases.setdefault(waiting.lease, []).append(block)
-
-    def _worth(self, waiting: Waiting, sources: Sequence[Source]) -> int:
-        """Return how many of the blocks to await, and count those that are computed instead."""
-        if self.options.mode is LoadMode.ALWAYS:
-            return len(sources)
-        offered = list(stretches(sources, waiting.session.space.pool.slot_bytes))
-        verdict = judge(offered, self._block_seconds(waiting.session))
-        for tier, blocks in verdict.skipped.items():
-            if tier is not Tier.HOST:
-                self._metrics.skipped_blocks.labels(tier).inc(blocks)
-                self._metrics.skipped_seconds.labels(tier).inc(verdict.saved_seconds[tier])
-        return verdict.blocks
-
-    def _block_seconds(self, session: Session) -> float | None:
-        """Return what the engine takes to compute a block; None if that is not measured yet."""
-        if self.options.mode is LoadMode.ALWAYS or session.engine.prefill_rate is None:
-            return None
-        return session.space.manifest.block_tokens / session.engine.prefill_rate
 
     # What arrives.
 
@@ -404,17 +386,12 @@ class Promotions:
         del self._waiting[waiting.session.number, waiting.lease]
         if waiting.timer is not None:
             waiting.timer.cancel()
-        for one in _taken(waiting.awaited):
-            self._drop_waiter(waiting, one)
+        while waiting.awaited:
+            self._drop_waiter(waiting, waiting.awaited.popitem()[1])
 
     def _count(self, waiting: Waiting, outcome: WaitOutcome) -> None:
         self._metrics.waits.labels(outcome).inc()
         self._metrics.wait_seconds.observe(self._clock() - waiting.began)
-
-
-def _taken(awaited: dict[int, Incoming]) -> Iterable[Incoming]:
-    while awaited:
-        yield awaited.popitem()[1]
 
 
 def _nobody(block: Block, parent: BlockKey) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .accounts import ANYBODY, TIERS, Account
-from .core import BlockKey, QuotaReading, Tier
+from .core import BlockKey, Tier
 from .directory import Namespace
 from .eviction import EVICTIONS_AHEAD
 from .hierarchy import Hierarchy
 from .lower import LowerTier
 from .policies.base import Known
 from .quota_section import QuotaMap
+from .tier_readings import QuotaReading
 
 KNOWN_AT_ONCE = 1024
 """Blocks that are put in their tenant's order in one turn of the loop."""

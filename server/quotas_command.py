@@ -11,12 +11,12 @@ import msgspec
 from rich.table import Table
 
 from .asking import Server
-from .core import QuotaReading
 from .errors import SettingsError
 from .output import plain_console, print_json
 from .quota_section import parse_quotas, quota_texts
 from .salts import add_salt
 from .sizes import rough_size
+from .tier_readings import QuotaReading
 from .tiers_command import Changed, parse_guard, print_change
 
 EXAMPLE = "soft=6GiB hard=8GiB"

@@ -5,22 +5,19 @@ Reads the state that the event loop owns, and changes nothing of it. Runs on the
 
 from __future__ import annotations
 
-from .core import (
-    HostDetails,
-    LowerDetails,
-    NamespaceReading,
-    Role,
-    SessionReading,
-    SlotState,
-    StoreOutcome,
-    TenantReading,
-    Tier,
-    TierReading,
-    TierTraffic,
-)
+from .core import Role, SlotState, StoreOutcome, Tier
 from .directory import Namespace
 from .hierarchy import Hierarchy
 from .lower import LowerTier
+from .tier_readings import (
+    HostDetails,
+    LowerDetails,
+    NamespaceReading,
+    SessionReading,
+    TenantReading,
+    TierReading,
+    TierTraffic,
+)
 
 
 class Readings:
@@ -62,7 +59,7 @@ class Readings:
                 leased_blocks=sum(map(len, session.leases.values())),
                 reserved_slots=len(session.reserved),
             )
-            for session in self._cache.all_sessions()
+            for session in self._cache.roster
         ]
 
     def tenants(self) -> list[TenantReading]:
@@ -102,7 +99,7 @@ class Readings:
                 metrics.queued_bytes.labels(reading.tier, "read").set(lower.queued_read_bytes)
                 metrics.queued_bytes.labels(reading.tier, "write").set(lower.queued_write_bytes)
         for role in Role:
-            open_now = sum(session.role is role for session in self._cache.all_sessions())
+            open_now = sum(session.role is role for session in self._cache.roster)
             metrics.sessions.labels(role).set(open_now)
 
     def _host(self) -> TierReading:
@@ -127,8 +124,8 @@ class Readings:
 
     def _slot_states(self) -> dict[SlotState, int]:
         spaces = self._spaces()
-        sessions = self._cache.all_sessions()
-        limbo = [lost for engine in self._cache.engines.values() for lost in engine.limbo]
+        sessions = self._cache.roster
+        limbo = [lost for engine in self._cache.roster.engines.values() for lost in engine.limbo]
         return {
             SlotState.FREE: sum(len(space.pool.free) for space in spaces),
             SlotState.COMMITTED: sum(len(space.blocks) + len(space.doomed) for space in spaces),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from .accounts import Account, Accounts, Orders
 from .core import BlockKey, Tier
@@ -28,6 +28,17 @@ SIZE_MASK = (1 << OWNER_SHIFT) - 1
 Shelf: TypeAlias = dict[BlockKey, int]
 """Records whose keys begin with one byte → the bytes that each takes, and above those, from
 `OWNER_SHIFT` on, the number of the account that it is charged to."""
+
+
+class Keyed(Protocol):
+    """What has a block's key."""
+
+    @property
+    def key(self) -> BlockKey:
+        """The key."""
+
+
+B = TypeVar("B", bound=Keyed)
 
 
 class Record(NamedTuple):
@@ -79,6 +90,10 @@ class RecordIndex:
         """Return whether there is such a record."""
         shelves = self._shelves.get(namespace)
         return shelves is not None and key in shelves[key[0]]
+
+    def lacking(self, namespace: str, blocks: Sequence[B]) -> list[B]:
+        """Return the blocks of which there is no record."""
+        return [block for block in blocks if not self.has(namespace, block.key)]
 
     def size(self, namespace: str, key: BlockKey) -> int:
         """Return the bytes that a record takes; 0 if there is none."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict
 
-from .core import QuotaReading
 from .live import Live
 from .problems import problems
 from .quota_section import quota_texts
 from .routes_tiers import Changed, DryRun, GuardWish, IfMatch, change
 from .sections import QuotaText
+from .tier_readings import QuotaReading
 
 
 class QuotasWish(BaseModel):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import __version__
-from .core import StoreOutcome, TierTraffic
+from .core import StoreOutcome
 from .readings import Readings
+from .tier_readings import TierTraffic
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from .asking import login, read
-from .core import NamespaceReading, SessionReading, SlotState, StoreOutcome, Tier, TierReading
+from .core import SlotState, StoreOutcome, Tier
 from .output import plain_console, print_json
 from .sizes import rough_size
 from .stats import Stats
+from .tier_readings import NamespaceReading, SessionReading, TierReading
 
 BAR_WIDTH = 30
 NEARLY_FULL = 0.95

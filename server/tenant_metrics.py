@@ -11,7 +11,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from .accounts import OTHER
-from .core import QuotaReading, TenantReading, Tier
+from .core import Tier
+from .tier_readings import QuotaReading, TenantReading
 
 TENANT_LABELS_AT_MOST = 200
 ASKED, STORED = "asked", "stored"

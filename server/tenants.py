@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .accounts import Account, Accounts
-from .core import TenantReading, Tier, TierTraffic
+from .core import Tier
+from .tier_readings import TenantReading, TierTraffic
 
 
 class Asked(Protocol):

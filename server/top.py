@@ -19,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from .asking import AskError, login, read
-from .core import Role, SessionReading, Tier, TierReading, TierTraffic
+from .core import Role, Tier
 from .output import plain_console, print_json
 from .sizes import rough_size
 from .stats import Stats
+from .tier_readings import SessionReading, TierReading, TierTraffic
 
 QUIT = b"qQ\x03\x04"
 NOTHING = "-"

@@ -12,9 +12,10 @@ from .accounts import Account
 from .core import BlockKey, ReadOutcome, Tier
 from .directory import Block, Namespace
 from .lower import LowerTier
+from .metrics import Metrics
 from .sessions import Session
 from .tiers.pool import Job
-from .worth import LoadMode, Stretch
+from .worth import LoadMode, Stretch, judge
 
 
 class Use(NamedTuple):
@@ -61,6 +62,24 @@ class PromotionOptions:
 
     mode: LoadMode = LoadMode.AUTO
     wait_seconds: float = 5.0
+
+    def block_seconds(self, session: Session) -> float | None:
+        """Return what the engine takes to compute a block; None if that is not measured yet."""
+        if self.mode is LoadMode.ALWAYS or session.engine.prefill_rate is None:
+            return None
+        return session.space.manifest.block_tokens / session.engine.prefill_rate
+
+    def worth(self, session: Session, sources: Sequence[Source], metrics: Metrics) -> int:
+        """Return how many of the blocks to await, and count those that are computed instead."""
+        if self.mode is LoadMode.ALWAYS:
+            return len(sources)
+        offered = list(stretches(sources, session.space.pool.slot_bytes))
+        verdict = judge(offered, self.block_seconds(session))
+        for tier, blocks in verdict.skipped.items():
+            if tier is not Tier.HOST:
+                metrics.skipped_blocks.labels(tier).inc(blocks)
+                metrics.skipped_seconds.labels(tier).inc(verdict.saved_seconds[tier])
+        return verdict.blocks
 
 
 @dataclass(slots=True, eq=False)

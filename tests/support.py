@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvtier.changes import News
-from kvtier.core import PAGE_BYTES, Manifest, TierTraffic
+from kvtier.core import PAGE_BYTES, Manifest
 from kvtier.hierarchy import Hierarchy
 from kvtier.metrics import Metrics
+from kvtier.tier_readings import TierTraffic
 from kvtier.tiers.host import HostOptions, HostTier
 from kvtier.tiers.slab import HugePages
 

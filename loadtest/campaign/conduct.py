@@ -80,8 +80,8 @@ _NO_TURN = contextlib.nullcontext()
 def conduct(group: Sequence[Leg], folder: Path, say: Say) -> Iterator[Labelled | Failed]:
     """Start the systems of a group, ask them side by side, and stop them.
 
-    Yields each run as it ends, already saved. What each was set up with is written beside them. A
-    stage that fails ends its leg, and no other's.
+    Yields the runs of each stage when all of them have ended; each is saved as it ends. What each
+    system was set up with is written beside them. A stage that fails ends its leg, and no other's.
     """
     with contextlib.ExitStack() as ends:
         going: list[_Going] = []

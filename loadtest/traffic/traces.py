@@ -49,7 +49,10 @@ class Timed:
     """Since the window's first request."""
     blocks: tuple[str, ...]
     """Names of its blocks of `Window.block` tokens, and of its rest: equal names, equal tokens."""
+    rest: int
+    """Tokens of the last of them."""
     tokens: int
+    """Of all, as far as the model takes them."""
     output: int
 
 
@@ -69,17 +72,7 @@ def replay(writer: Writer, file: Path, model_tokens: int, window: Window) -> Wor
 
 def shapes(file: Path, seed: int, model_tokens: int, window: Window) -> list[Timed]:
     """Return the shapes of the same requests, for another load generator. As `replay` otherwise."""
-    chosen = _chosen(file, seed, window)
-    began = chosen[0][1].seconds
-    found = []
-    for number, each in chosen:
-        output = _output(each, window)
-        complete = [f"block {one}" for one in _complete(each)]
-        tokens = len(complete) * window.block + _rest(each, window.block)
-        names = (*complete, f"rest of {number}")
-        seconds = max(each.seconds - began, 0.0)
-        found.append(Timed(seconds, names, min(tokens, model_tokens - output), output))
-    return found
+    return list(_shapes(_chosen(file, seed, window), model_tokens, window))
 
 
 def _chosen(file: Path, seed: int, window: Window) -> list[tuple[int, Parsed]]:
@@ -117,29 +110,35 @@ def _kept(lines: Sequence[Parsed], seed: int, window: Window) -> Iterator[tuple[
 def _requests(
     writer: Writer, chosen: Sequence[tuple[int, Parsed]], model_tokens: int, window: Window
 ) -> Iterator[Request]:
-    began = chosen[0][1].seconds
     latest: dict[Hashable, str] = {}
-    for number, each in chosen:
-        output = _output(each, window)
+    for (number, each), shape in zip(chosen, _shapes(chosen, model_tokens, window), strict=True):
         name = f"request {number}"
-        prompt = _prompt(writer, name, each, window.block)[: model_tokens - output]
+        prompt = _prompt(writer, shape, window.block)
         after = latest.get(each.session)
         if each.session is not None:
             latest[each.session] = name
-        yield Request(name, prompt, output, max(each.seconds - began, 0.0), after)
+        yield Request(name, prompt, shape.output, shape.seconds, after)
 
 
-def _prompt(writer: Writer, name: str, parsed: Parsed, block: int) -> tuple[int, ...]:
-    """Return the blocks of a request, and a rest of its own."""
-    pieces = [writer.write(f"block {each}", block) for each in _complete(parsed)]
-    pieces.append(writer.write(f"rest of {name}", _rest(parsed, block)))
-    return tuple(token for piece in pieces for token in piece)
+def _prompt(writer: Writer, shape: Timed, block: int) -> tuple[int, ...]:
+    *complete, rest = shape.blocks
+    pieces = [*(writer.write(each, block) for each in complete), writer.write(rest, shape.rest)]
+    return tuple(token for piece in pieces for token in piece)[: shape.tokens]
 
 
-def _rest(parsed: Parsed, block: int) -> int:
-    """Return the scaled tokens behind the complete blocks, one at least."""
-    rest: int = parsed.tokens % parsed.block_tokens
-    return max(rest * block // parsed.block_tokens, 1)
+def _shapes(
+    chosen: Sequence[tuple[int, Parsed]], model_tokens: int, window: Window
+) -> Iterator[Timed]:
+    """Yield each request's shape: complete blocks, and a rest of its own of one token at least."""
+    began = chosen[0][1].seconds
+    for number, each in chosen:
+        output = _output(each, window)
+        complete = [f"block {one}" for one in _complete(each)]
+        behind: int = each.tokens % each.block_tokens
+        rest = max(behind * window.block // each.block_tokens, 1)
+        tokens = min(len(complete) * window.block + rest, model_tokens - output)
+        names = (*complete, f"rest of request {number}")
+        yield Timed(max(each.seconds - began, 0.0), names, rest, tokens, output)
 
 
 def _complete(parsed: Parsed) -> Sequence[Hashable]:

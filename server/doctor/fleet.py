@@ -8,8 +8,9 @@ from itertools import combinations
 
 from .. import __version__
 from ..asking import AskError, read
-from ..core import LowerDetails, Manifest, NamespaceReading, Tier, TierReading
+from ..core import Manifest, Tier
 from ..stats import Stats
+from ..tier_readings import LowerDetails, NamespaceReading, TierReading
 from .findings import Finding, problem, warning, well
 
 FIELDS_AT_MOST = 3

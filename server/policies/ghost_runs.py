@@ -83,11 +83,11 @@ class GhostRuns:
         found: list[tuple[int, int]] = []
         at = 0
         while at < len(names):
-            run = self._runs.get(names[at])
-            blocks, uses = (1, 0) if run is None else (self._cut(run, names, at), run.uses)
+            blocks, uses = 1, 0
+            if (run := self._runs.get(names[at])) is not None:
+                blocks, uses = self._cut(run, names, at), run.uses
+                run.parent = keys[at + blocks - 1]
             at += blocks
-            if run is not None:
-                run.parent = keys[at - 1]
             if found and found[-1][1] == uses:
                 blocks += found.pop()[0]
             found.append((blocks, uses))

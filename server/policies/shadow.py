@@ -68,7 +68,7 @@ class Shadow:
         self._settle()
         places, ghosts = self._places, self._ghosts
         for queue in self._queues:
-            for key in list(islice(queue, count)) if count else ():
+            for key in list(islice(queue, count)):
                 if key not in leased:
                     del queue[key]
                     ghosts[key], _ = places.pop(key)

@@ -10,19 +10,16 @@ import pytest
 import yaml
 from kvtier import __version__
 from kvtier.__main__ import app
-from kvtier.core import (
+from kvtier.core import Role, SlotState, StoreOutcome, Tier
+from kvtier.stats import Stats
+from kvtier.status import Status, render, show_status
+from kvtier.tier_readings import (
     HostDetails,
     NamespaceReading,
-    Role,
     SessionReading,
-    SlotState,
-    StoreOutcome,
-    Tier,
     TierReading,
     TierTraffic,
 )
-from kvtier.stats import Stats
-from kvtier.status import Status, render, show_status
 from rich.console import Console
 from support import manifest
 from typer.testing import CliRunner

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from kvtier import protocol as wire
 from kvtier.client import Client, ClientOptions
 from kvtier.config import load_settings
-from kvtier.core import LowerDetails, Manifest, NamespaceReading, Role, Tier, TierReading, WriteMode
+from kvtier.core import Manifest, Role, Tier, WriteMode
 from kvtier.doctor import fleet, host, state
 from kvtier.doctor.disk import Bounds, disk_tier, measure
 from kvtier.doctor.findings import Level
 from kvtier.doctor.redis import redis_tier
 from kvtier.live import state_folder
 from kvtier.stats import Stats
+from kvtier.tier_readings import LowerDetails, NamespaceReading, TierReading
 from kvtier.tiers import compression
 from support import MANIFEST, manifest
 from tiers.redis_servers import needs_redis, redis_server

@@ -12,16 +12,9 @@ import sys
 import time
 
 import pytest
-from kvtier.core import (
-    LowerDetails,
-    Role,
-    SessionReading,
-    Tier,
-    TierReading,
-    TierTraffic,
-    WriteMode,
-)
+from kvtier.core import Role, Tier, WriteMode
 from kvtier.stats import Stats
+from kvtier.tier_readings import LowerDetails, SessionReading, TierReading, TierTraffic
 from kvtier.top import Moment, compare, render
 from rich.console import Console
 from servers import clean_environment

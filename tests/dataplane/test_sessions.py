@@ -101,7 +101,9 @@ def test_a_lookup_that_finds_nothing_leases_nothing(plane, clients):
     store(client, KEYS)
     assert client.lookup(chain("unknown", 1)[0], 0).slots == []
     assert client.lookup(b"".join(KEYS), len(KEYS)).slots == []
-    assert not plane.do(lambda: next(iter(plane.cache.engines["engine"].sessions.values())).leases)
+    assert not plane.do(
+        lambda: next(iter(plane.cache.roster.engines["engine"].sessions.values())).leases
+    )
 
 
 def test_a_lookup_is_counted_although_its_answer_goes_first(plane, clients):
@@ -159,7 +161,7 @@ def test_a_lost_scheduler_leaves_nothing_when_no_worker_lives(plane, clients):
     [reading] = plane.do(plane.readings.tiers)
     assert reading.host.slots[SlotState.RESERVED] == reading.host.slots[SlotState.LIMBO] == 0
     assert reading.blocks == len(KEYS)
-    assert not plane.do(lambda: plane.cache.engines)
+    assert not plane.do(lambda: plane.cache.roster.engines)
 
 
 def test_slots_of_a_lost_scheduler_wait_for_its_workers(plane, clients):

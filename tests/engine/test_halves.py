@@ -170,14 +170,14 @@ def test_a_reconnected_scheduler_commits_nothing_of_before(plane, engines):
     end_session(plane, engine.scheduler_client)
     assert engine.scheduler_client.lookup(request.block_hashes[0], 0) is None
     until(lambda: engine.scheduler_client.meet() is not None, "the new session")
-    [limbo] = plane.do(lambda: plane.cache.engines["engine"].limbo)
+    [limbo] = plane.do(lambda: plane.cache.roster.engines["engine"].limbo)
     assert {move.slot for move in plan.stores} <= limbo.reserved
     engine.plan({})
-    assert plane.do(lambda: plane.cache.engines["engine"].limbo), "a plan is still out"
+    assert plane.do(lambda: plane.cache.roster.engines["engine"].limbo), "a plan is still out"
     engine.workers[0].store(plan)
     engine.scheduler.reported(engine.workers[0].take_report())
     engine.plan({})
-    until(lambda: not plane.do(lambda: plane.cache.engines["engine"].limbo), "settled")
+    until(lambda: not plane.do(lambda: plane.cache.roster.engines["engine"].limbo), "settled")
     assert blocks(plane) == 0
     assert engine.run("s")[1] == 0
     until(lambda: blocks(plane) == 4, "the next request stores them")

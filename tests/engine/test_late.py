@@ -216,10 +216,10 @@ def test_a_lost_session_frees_nothing_that_is_still_being_copied(plane, late):
     assert engine.scheduler_client.lookup(request.block_hashes[0], 0) is None
     until(lambda: engine.scheduler_client.meet() is not None, "the new session")
     engine.plan({})
-    assert plane.do(lambda: plane.cache.engines["late"].limbo), "a store is still under way"
+    assert plane.do(lambda: plane.cache.roster.engines["late"].limbo), "a store is still under way"
     finish(engine)
     engine.plan({})
-    until(lambda: not plane.do(lambda: plane.cache.engines["late"].limbo), "settled")
+    until(lambda: not plane.do(lambda: plane.cache.roster.engines["late"].limbo), "settled")
     assert blocks(plane) == 0
 
 

@@ -261,7 +261,7 @@ def test_a_slow_tier_is_not_waited_for_where_computing_is_sooner(planes, disk, e
     def measured():
         plane.lowers[0].measures.speed.bandwidth = 10.0  # Bytes a second.
         plane.lowers[0].measures.speed._measured = plane.cache.clock()
-        for each in plane.cache.engines.values():
+        for each in plane.cache.roster.engines.values():
             each.prefill_rate = 1e6
 
     plane.do(measured)
